@@ -1,0 +1,133 @@
+//! One client: asks for a completion, follows its stages, and goes away when it is told to.
+
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt;
+use serde_json::{Value, json};
+
+use super::args::AbortMode;
+use crate::router::{ABORT_HEADER, CLIENT_GONE, NOT_PREFILLED};
+
+/// How a request ended for its client.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Ending {
+    /// With tokens.
+    Answered { tokens: Vec<u32>, usage: Value },
+    /// The client went away, as planned.
+    Aborted,
+    /// P did not answer.
+    NotPrefilled(String),
+    /// With an error.
+    Error(String),
+    /// Not at all.
+    Hung,
+}
+
+/// What a client saw.
+#[derive(Debug, Clone)]
+pub(crate) struct Seen {
+    pub(crate) ending: Ending,
+    /// From the request to the first token.
+    pub(crate) first_token: Option<Duration>,
+}
+
+/// What a client asks for.
+#[derive(Debug, Clone)]
+pub(crate) struct Wish {
+    pub(crate) id: String,
+    pub(crate) prompt: String,
+    pub(crate) max_tokens: u32,
+    pub(crate) abort: AbortMode,
+}
+
+/// Asks, and sees it through, for `limit` at most.
+pub(crate) async fn ask(client: &reqwest::Client, url: &str, wish: &Wish, limit: Duration) -> Seen {
+    let started = Instant::now();
+    let mut first_token = None;
+    let ending = match tokio::time::timeout(limit, follow(client, url, wish, started, &mut first_token)).await
+    {
+        Ok(ending) => ending,
+        Err(_) => Ending::Hung,
+    };
+    Seen { ending, first_token }
+}
+
+async fn follow(
+    client: &reqwest::Client,
+    url: &str,
+    wish: &Wish,
+    started: Instant,
+    first_token: &mut Option<Duration>,
+) -> Ending {
+    let body = json!({
+        "prompt": wish.prompt,
+        "max_tokens": wish.max_tokens,
+        "stream": true,
+        "ignore_eos": true,
+    });
+    let mut request =
+        client.post(format!("{url}/v1/completions")).header("x-request-id", &wish.id).json(&body);
+    let planned = match wish.abort {
+        AbortMode::BeforeSchedule => Some("before-schedule"),
+        AbortMode::AfterFinish => Some("after-finish"),
+        // This one we do ourselves, by going away.
+        AbortMode::WhileLoading | AbortMode::None | AbortMode::Mixed => None,
+    };
+    if let Some(planned) = planned {
+        request = request.header(ABORT_HEADER, planned);
+    }
+    let answer = match request.send().await {
+        Ok(answer) => answer,
+        Err(error) => return Ending::Error(error.to_string()),
+    };
+    let status = answer.status().as_u16();
+    if status != 200 {
+        let text = answer.text().await.unwrap_or_default();
+        return match status {
+            NOT_PREFILLED => Ending::NotPrefilled(text),
+            CLIENT_GONE => Ending::Aborted,
+            _ if planned == Some("before-schedule") && status == 400 => Ending::Aborted,
+            _ => Ending::Error(format!("status {status}: {text}")),
+        };
+    }
+    let mut tokens = Vec::new();
+    let mut stream = answer.bytes_stream();
+    let mut pending: Vec<u8> = Vec::new();
+    while let Some(piece) = stream.next().await {
+        match piece {
+            Ok(piece) => pending.extend_from_slice(&piece),
+            Err(error) => return Ending::Error(error.to_string()),
+        }
+        while let Some(end) = pending.iter().position(|b| *b == b'\n') {
+            let line: Vec<u8> = pending.drain(..=end).collect();
+            let line = String::from_utf8_lossy(&line);
+            let line = line.trim_end();
+            if line.starts_with(": loading") && wish.abort == AbortMode::WhileLoading {
+                // Going away is dropping the connection; nothing is said.
+                return Ending::Aborted;
+            }
+            let Some(data) = line.strip_prefix("data: ") else { continue };
+            match event(data, &mut tokens) {
+                Ok(None) => {
+                    if first_token.is_none() && !tokens.is_empty() {
+                        *first_token = Some(started.elapsed());
+                    }
+                }
+                Ok(Some(usage)) => return Ending::Answered { tokens, usage },
+                Err(message) => return Ending::Error(message),
+            }
+        }
+    }
+    Ending::Error("the answer ended without an end".to_owned())
+}
+
+/// Takes one event: tokens, or the figures that come with the last one.
+fn event(data: &str, tokens: &mut Vec<u32>) -> Result<Option<Value>, String> {
+    let event: Value = serde_json::from_str(data).map_err(|e| format!("{e}: {data}"))?;
+    if let Some(error) = event.get("error") {
+        return Err(error["message"].as_str().unwrap_or("an error without words").to_owned());
+    }
+    let new = event["choices"][0]["token_ids"].as_array().into_iter().flatten();
+    tokens.extend(new.filter_map(Value::as_u64).map(|t| t as u32));
+    Ok(event.get("usage").cloned())
+}

@@ -1,0 +1,302 @@
+//! What the demonstration found, as a table for people and an object for programs.
+
+use std::time::Duration;
+
+use comfy_table::presets::UTF8_FULL_CONDENSED;
+use comfy_table::{Cell, CellAlignment, Color, ContentArrangement, Table};
+use serde_json::{Value, json};
+
+use super::client::{Ending, Seen, Wish};
+
+/// One request beside its reference.
+pub(crate) struct Row {
+    pub(crate) wish: Wish,
+    pub(crate) reference: Option<Vec<u32>>,
+    pub(crate) seen: Seen,
+}
+
+/// The engines' figures after everything has settled.
+pub(crate) struct Figures {
+    pub(crate) producer: Value,
+    pub(crate) consumer: Value,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Judgement {
+    Equal,
+    Wrong,
+    Aborted,
+    NotPrefilled,
+    Error,
+    Hung,
+}
+
+impl Row {
+    fn judge(&self) -> Judgement {
+        match (&self.seen.ending, &self.reference) {
+            (Ending::Answered { tokens, .. }, Some(reference)) if tokens == reference => Judgement::Equal,
+            (Ending::Answered { .. }, _) => Judgement::Wrong,
+            (Ending::Aborted, _) => Judgement::Aborted,
+            (Ending::NotPrefilled(_), _) => Judgement::NotPrefilled,
+            (Ending::Error(_), _) => Judgement::Error,
+            (Ending::Hung, _) => Judgement::Hung,
+        }
+    }
+
+    fn figure(&self, pointer: &str) -> u64 {
+        match &self.seen.ending {
+            Ending::Answered { usage, .. } => usage.pointer(pointer).and_then(Value::as_u64).unwrap_or(0),
+            _ => 0,
+        }
+    }
+}
+
+/// The whole outcome.
+pub(crate) struct Outcome {
+    rows: Vec<Row>,
+    figures: Figures,
+}
+
+fn milliseconds(span: Duration) -> f64 {
+    (span.as_secs_f64() * 1e5).round() / 100.0
+}
+
+/// The value below which the given share of a sorted list lies.
+fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
+    let last = sorted.len().checked_sub(1)?;
+    sorted.get(((last as f64) * share).round() as usize).copied()
+}
+
+impl Outcome {
+    pub(crate) fn new(rows: Vec<Row>, figures: Figures) -> Self {
+        Self { rows, figures }
+    }
+
+    fn count(&self, judgement: Judgement) -> usize {
+        self.rows.iter().filter(|row| row.judge() == judgement).count()
+    }
+
+    fn sum(&self, pointer: &str) -> u64 {
+        self.rows.iter().map(|row| row.figure(pointer)).sum()
+    }
+
+    /// Requests that P answered and nobody aborted.
+    fn requests(&self) -> usize {
+        self.rows.len() - self.count(Judgement::Aborted) - self.count(Judgement::NotPrefilled)
+    }
+
+    fn held(figures: &Value) -> u64 {
+        // An engine that no longer tells holds everything for all we know.
+        figures["blocks_held"].as_u64().unwrap_or(u64::MAX)
+    }
+
+    /// Whether every answer equals its reference and nothing is held.
+    pub(crate) fn is_good(&self) -> bool {
+        self.requests() > 0
+            && self.count(Judgement::Equal) == self.requests()
+            && self.count(Judgement::NotPrefilled) == 0
+            && Self::held(&self.figures.producer) == 0
+            && Self::held(&self.figures.consumer) == 0
+    }
+
+    fn pull_gbps(&self) -> f64 {
+        let seconds = self.sum("/load/read_us") as f64 / 1e6;
+        if seconds == 0.0 { 0.0 } else { self.sum("/load/bytes") as f64 / seconds / 1e9 }
+    }
+
+    fn first_tokens(&self) -> Vec<f64> {
+        let mut all: Vec<f64> =
+            self.rows.iter().filter_map(|row| row.seen.first_token).map(milliseconds).collect();
+        all.sort_by(f64::total_cmp);
+        all
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        let leases = &self.figures.producer["connector"]["leases"];
+        let failed = &self.figures.consumer["connector"]["loads"]["failed"];
+        let first = self.first_tokens();
+        json!({
+            "requests": self.requests(),
+            "aborted": self.count(Judgement::Aborted),
+            "not_prefilled": self.count(Judgement::NotPrefilled),
+            "equal": self.count(Judgement::Equal),
+            "wrong": self.count(Judgement::Wrong),
+            "errors": self.count(Judgement::Error),
+            "hung": self.count(Judgement::Hung),
+            "prompt_tokens": self.sum("/prompt_tokens"),
+            "external_tokens": self.sum("/prompt_tokens_details/external_tokens"),
+            "blocks_held": {
+                "producer": self.figures.producer["blocks_held"],
+                "consumer": self.figures.consumer["blocks_held"],
+            },
+            "leases": {
+                "granted": leases["granted"],
+                "confirmed": leases["confirmed"],
+                "released": leases["released"],
+                "expired": leases["expired"],
+                "lapsed": failed["lapsed"].as_u64().unwrap_or(0),
+            },
+            "loads_failed": failed,
+            "early_ends": self.figures.producer["workers"]["early_ends"],
+            "preempted": self.figures.consumer["preempted"],
+            "pull_gbps": (self.pull_gbps() * 1000.0).round() / 1000.0,
+            "ttft_ms": { "p50": quantile(&first, 0.5), "p99": quantile(&first, 0.99) },
+        })
+    }
+
+    /// The table of requests and the summary below it.
+    pub(crate) fn text(&self, colour: bool) -> String {
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
+        if !colour {
+            table.force_no_tty();
+        }
+        table.set_header([
+            "request",
+            "prompt",
+            "from P",
+            "cached",
+            "bytes",
+            "ranges",
+            "pull",
+            "first token",
+            "answer",
+        ]);
+        for column in 1..8 {
+            if let Some(column) = table.column_mut(column) {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        for row in &self.rows {
+            let judgement = row.judge();
+            let (word, shade) = match judgement {
+                Judgement::Equal => ("equal".to_owned(), Color::Green),
+                Judgement::Wrong => ("WRONG".to_owned(), Color::Red),
+                Judgement::Aborted => ("aborted".to_owned(), Color::Yellow),
+                Judgement::Hung => ("HUNG".to_owned(), Color::Red),
+                Judgement::NotPrefilled | Judgement::Error => match &row.seen.ending {
+                    Ending::NotPrefilled(why) => (format!("not prefilled: {why}"), Color::Red),
+                    Ending::Error(why) => (format!("error: {why}"), Color::Red),
+                    _ => (String::new(), Color::Red),
+                },
+            };
+            let number = |value: u64| if value == 0 { String::new() } else { value.to_string() };
+            let pulled = row.figure("/load/read_us") + row.figure("/load/confirm_us");
+            table.add_row([
+                Cell::new(&row.wish.id),
+                Cell::new(row.wish.prompt.len()),
+                Cell::new(number(row.figure("/prompt_tokens_details/external_tokens"))),
+                Cell::new(number(row.figure("/prompt_tokens_details/cached_tokens"))),
+                Cell::new(number(row.figure("/load/bytes"))),
+                Cell::new(number(row.figure("/load/ranges"))),
+                Cell::new(if pulled == 0 { String::new() } else { format!("{:.2} ms", pulled as f64 / 1e3) }),
+                Cell::new(
+                    row.seen.first_token.map_or_else(String::new, |t| format!("{:.1} ms", milliseconds(t))),
+                ),
+                Cell::new(word).fg(shade),
+            ]);
+        }
+        format!("{table}\n{}", self.summary())
+    }
+
+    fn summary(&self) -> String {
+        let json = self.json();
+        let n = |pointer: &str| json.pointer(pointer).map_or_else(String::new, Value::to_string);
+        let share = if self.sum("/prompt_tokens") == 0 {
+            0.0
+        } else {
+            100.0 * self.sum("/prompt_tokens_details/external_tokens") as f64
+                / self.sum("/prompt_tokens") as f64
+        };
+        let lines = [
+            format!(
+                "answers   {} of {} equal the reference, {} wrong, {} errors, {} hung, {} aborted, {} not prefilled",
+                n("/equal"),
+                n("/requests"),
+                n("/wrong"),
+                n("/errors"),
+                n("/hung"),
+                n("/aborted"),
+                n("/not_prefilled")
+            ),
+            format!(
+                "tokens    {} of {} prompt tokens came from P ({share:.1} %)",
+                n("/external_tokens"),
+                n("/prompt_tokens")
+            ),
+            format!(
+                "leases    {} granted: {} confirmed, {} released, {} expired; {} loads found theirs lapsed",
+                n("/leases/granted"),
+                n("/leases/confirmed"),
+                n("/leases/released"),
+                n("/leases/expired"),
+                n("/leases/lapsed")
+            ),
+            format!(
+                "blocks    {} held on P, {} held on D",
+                n("/blocks_held/producer"),
+                n("/blocks_held/consumer")
+            ),
+            format!(
+                "speed     {} GB/s in pulls; first token {} ms at the median, {} ms at the 99th percentile",
+                n("/pull_gbps"),
+                n("/ttft_ms/p50"),
+                n("/ttft_ms/p99")
+            ),
+        ];
+        lines.join("\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::demo::args::AbortMode;
+
+    fn row(ending: Ending, reference: &[u32]) -> Row {
+        let wish = Wish { id: "r".into(), prompt: "abc".into(), max_tokens: 2, abort: AbortMode::None };
+        Row { wish, reference: Some(reference.to_vec()), seen: Seen { ending, first_token: None } }
+    }
+
+    fn answered(tokens: &[u32]) -> Ending {
+        let usage = json!({ "prompt_tokens": 3, "prompt_tokens_details": { "external_tokens": 3 } });
+        Ending::Answered { tokens: tokens.to_vec(), usage }
+    }
+
+    fn figures(held: u64) -> Figures {
+        let value = json!({ "blocks_held": held, "connector": { "leases": { "granted": 1 } } });
+        Figures { producer: value.clone(), consumer: value }
+    }
+
+    #[test]
+    fn only_equal_answers_and_free_blocks_are_good() {
+        let good = |rows: Vec<Row>, held| Outcome::new(rows, figures(held)).is_good();
+        assert!(good(vec![row(answered(&[1, 2]), &[1, 2])], 0));
+        assert!(!good(vec![row(answered(&[1, 3]), &[1, 2])], 0), "wrong");
+        assert!(!good(vec![row(answered(&[1, 2]), &[1, 2])], 1), "held");
+        assert!(!good(vec![row(answered(&[1, 2]), &[1, 2]), row(Ending::Hung, &[1, 2])], 0), "hung");
+        assert!(!good(vec![row(Ending::NotPrefilled("x".into()), &[1])], 0), "not prefilled");
+        assert!(!good(vec![row(Ending::Aborted, &[1])], 0), "nothing but aborts shows nothing");
+        assert!(good(vec![row(answered(&[1]), &[1]), row(Ending::Aborted, &[1])], 0));
+        let silent = Figures { producer: Value::Null, consumer: Value::Null };
+        assert!(!Outcome::new(vec![row(answered(&[1]), &[1])], silent).is_good(), "an engine that is gone");
+    }
+
+    #[test]
+    fn every_request_is_counted_once() {
+        let rows = vec![
+            row(answered(&[1]), &[1]),
+            row(answered(&[2]), &[1]),
+            row(Ending::Aborted, &[1]),
+            row(Ending::NotPrefilled("x".into()), &[1]),
+            row(Ending::Error("x".into()), &[1]),
+            row(Ending::Hung, &[1]),
+        ];
+        let json = Outcome::new(rows, figures(0)).json();
+        assert_eq!(json["requests"], 4);
+        for key in ["equal", "wrong", "aborted", "not_prefilled", "errors", "hung"] {
+            assert_eq!(json[key], 1, "{key}");
+        }
+        assert_eq!((&json["prompt_tokens"], &json["external_tokens"]), (&json!(6), &json!(6)));
+    }
+}

@@ -1,0 +1,168 @@
+//! `kvx route`: the router between a prefill and a decode engine, as small as such a router can be.
+//!
+//! A request goes to P with `max_tokens` 1, then, with the parameters that P answered, to D, whose answer is passed
+//! on. The router keeps nothing and proves nothing: if it dies in between, P's lease ends by itself.
+
+use std::net::SocketAddr;
+
+use axum::body::{Body, Bytes};
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use clap::Args;
+use serde_json::{Value, json};
+
+use crate::error::Failure;
+use crate::serve::{parent_gone, runtime};
+
+#[derive(Args)]
+pub(crate) struct RouteArgs {
+    /// Address of the router; port 0 lets the system choose.
+    #[arg(long, default_value = "127.0.0.1:0")]
+    http: SocketAddr,
+    /// Base URL of the prefill engine.
+    #[arg(long)]
+    prefill: String,
+    /// Base URL of the decode engine.
+    #[arg(long)]
+    decode: String,
+    /// End when standard input ends.
+    #[arg(long)]
+    with_parent: bool,
+}
+
+/// A demonstration's wish that its client be taken for gone at a certain point; see [`abort_wish`].
+pub(crate) const ABORT_HEADER: &str = "x-demo-abort";
+/// Says that P did not answer.
+pub(crate) const NOT_PREFILLED: u16 = 502;
+/// Says that the client was taken for gone before D was asked.
+pub(crate) const CLIENT_GONE: u16 = 499;
+
+#[derive(Clone)]
+struct Routes {
+    client: reqwest::Client,
+    prefill: String,
+    decode: String,
+}
+
+pub(crate) fn run(args: &RouteArgs) -> Result<(), Failure> {
+    let routes = Routes {
+        client: reqwest::Client::new(),
+        prefill: format!("{}/v1/completions", args.prefill),
+        decode: format!("{}/v1/completions", args.decode),
+    };
+    let app = Router::new()
+        .route("/v1/completions", post(completions))
+        .route("/health", get(|| async { StatusCode::OK }))
+        .layer(DefaultBodyLimit::max(64 << 20))
+        .with_state(routes);
+    runtime()?.block_on(async {
+        let listener = tokio::net::TcpListener::bind(args.http)
+            .await
+            .map_err(|e| Failure::new(format!("listen at {} (--http)", args.http), e))?;
+        let address = listener.local_addr().map_err(|e| Failure::new("listen", e))?;
+        println!("{}", json!({ "ready": address.to_string() }));
+        let server = axum::serve(listener, app);
+        tokio::select! {
+            served = async { server.await } => served.map_err(|e| Failure::new("serve", e)),
+            () = parent_gone(args.with_parent) => Ok(()),
+        }
+    })
+}
+
+fn refuse(status: u16, message: impl std::fmt::Display) -> Response {
+    let status = StatusCode::from_u16(status).unwrap_or(StatusCode::BAD_GATEWAY);
+    let error = json!({ "error": { "message": message.to_string(), "code": status.as_u16() } });
+    (status, Json(error)).into_response()
+}
+
+/// What the demonstration wants to happen to this request, if anything.
+fn abort_wish(headers: &HeaderMap) -> Option<&str> {
+    headers.get(ABORT_HEADER).and_then(|v| v.to_str().ok())
+}
+
+async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Bytes) -> Response {
+    let body: Value = match serde_json::from_slice(&body) {
+        Ok(body @ Value::Object(_)) => body,
+        Ok(_) => return refuse(400, "the request must be an object"),
+        Err(error) => return refuse(400, error),
+    };
+    let id = match headers.get("x-request-id").and_then(|v| v.to_str().ok()) {
+        Some(id) => id.to_owned(),
+        None => return refuse(400, "x-request-id is missing"),
+    };
+    let params = match routes.prefill(&id, &body).await {
+        Ok(params) => params,
+        Err(refusal) => return refusal,
+    };
+    if abort_wish(&headers) == Some("after-finish") {
+        // The client is gone: P is told so, as servers tell, although the request has left it; D is never asked.
+        let url = routes.prefill.replace("/v1/completions", "/abort");
+        let told = routes.client.post(url).json(&json!({ "request_id": id })).send().await;
+        return match told {
+            Ok(_) => refuse(CLIENT_GONE, "the client went away after the prefill"),
+            Err(error) => refuse(NOT_PREFILLED, error),
+        };
+    }
+    routes.decode(&id, body, params, abort_wish(&headers) == Some("before-schedule")).await
+}
+
+impl Routes {
+    async fn prefill(&self, id: &str, body: &Value) -> Result<Value, Response> {
+        let mut ask = body.clone();
+        ask["max_tokens"] = json!(1);
+        ask["stream"] = json!(false);
+        ask["kv_transfer_params"] = json!({
+            "do_remote_decode": true,
+            "do_remote_prefill": false,
+            "remote_engine_id": null,
+            "remote_block_ids": null,
+            "remote_host": null,
+            "remote_port": null,
+        });
+        let failed = |why: String| refuse(NOT_PREFILLED, format!("prefill: {why}"));
+        let answer = self
+            .client
+            .post(&self.prefill)
+            .header("x-request-id", id)
+            .json(&ask)
+            .send()
+            .await
+            .map_err(|e| failed(e.to_string()))?;
+        let status = answer.status();
+        let answer: Value = answer.json().await.map_err(|e| failed(e.to_string()))?;
+        if !status.is_success() {
+            // A request that P refuses is the client's business, not an outage.
+            return Err(if status.is_client_error() {
+                (status, Json(answer)).into_response()
+            } else {
+                failed(answer["error"]["message"].to_string())
+            });
+        }
+        Ok(answer["kv_transfer_params"].clone())
+    }
+
+    async fn decode(&self, id: &str, mut ask: Value, params: Value, gone: bool) -> Response {
+        if !params.is_null() {
+            ask["kv_transfer_params"] = params;
+        }
+        let mut request = self.client.post(&self.decode).header("x-request-id", id).json(&ask);
+        if gone {
+            request = request.header(kv_testkit::engine::http::GONE_HEADER, "1");
+        }
+        let answer = match request.send().await {
+            Ok(answer) => answer,
+            Err(error) => return refuse(503, format!("decode: {error}")),
+        };
+        let status = StatusCode::from_u16(answer.status().as_u16()).unwrap_or(StatusCode::BAD_GATEWAY);
+        let kind = answer.headers().get(header::CONTENT_TYPE).cloned();
+        let mut response = Response::new(Body::from_stream(answer.bytes_stream()));
+        *response.status_mut() = status;
+        if let Some(kind) = kind {
+            response.headers_mut().insert(header::CONTENT_TYPE, kind);
+        }
+        response
+    }
+}

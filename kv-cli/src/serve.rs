@@ -1,0 +1,124 @@
+//! `kvx serve`: one engine.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::Args;
+use kv_connector::Config;
+use kv_connector::recovery::Policy;
+use kv_testkit::engine::http;
+use kv_testkit::engine::process::{Engine, EngineOptions};
+use kv_testkit::engine::wire::ModelSource;
+use serde_json::json;
+
+use crate::error::Failure;
+
+#[derive(Args)]
+pub(crate) struct ServeArgs {
+    /// Address of the HTTP server; port 0 lets the system choose.
+    #[arg(long, default_value = "127.0.0.1:0")]
+    http: SocketAddr,
+    /// Worker processes, each with a share of the KV heads.
+    #[arg(long, default_value_t = 1)]
+    ranks: u32,
+    /// A Llama-architecture folder (config.json and safetensors). Without it: a tiny model from a seed.
+    #[arg(long)]
+    model: Option<PathBuf>,
+    /// Seed of the tiny model.
+    #[arg(long, default_value_t = 7)]
+    seed: u64,
+    /// Tokens in a block.
+    #[arg(long, default_value_t = 16)]
+    block_tokens: u32,
+    /// Blocks in the pool.
+    #[arg(long, default_value_t = 2048)]
+    kv_blocks: u32,
+    /// Most tokens in one step.
+    #[arg(long, default_value_t = 512)]
+    step_tokens: u32,
+    /// Schedule one step ahead.
+    #[arg(long)]
+    async_schedule: bool,
+    /// What follows a failed load: recompute or fail.
+    #[arg(long, default_value = "recompute")]
+    policy: Policy,
+    /// Without a connector: an engine that stands alone.
+    #[arg(long)]
+    alone: bool,
+    /// The connector's configuration as JSON; without it, KV_CONNECTOR_* of the environment.
+    #[arg(long)]
+    connector: Option<String>,
+    /// End when standard input ends, so that a parent that dies takes its engines along.
+    #[arg(long)]
+    with_parent: bool,
+    /// Claim every read without doing it.
+    #[arg(long, hide = true)]
+    unmoved: bool,
+}
+
+/// The command that runs a worker of this very program.
+fn worker_command() -> Result<Vec<String>, Failure> {
+    let program = std::env::current_exe().map_err(|e| Failure::new("find this program", e))?;
+    Ok(vec![program.to_string_lossy().into_owned(), "engine-worker".to_owned()])
+}
+
+/// A runtime for an HTTP server.
+pub(crate) fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| Failure::new("start a runtime", e))
+}
+
+/// Waits until standard input ends, if that is asked for.
+pub(crate) async fn parent_gone(asked: bool) {
+    if !asked {
+        return std::future::pending().await;
+    }
+    let (gone, told) = tokio::sync::oneshot::channel::<()>();
+    // Standard input can only be waited for by a thread of its own.
+    std::thread::spawn(move || {
+        let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+        drop(gone);
+    });
+    // Told by the drop: there is nothing else to hear.
+    let _ = told.await;
+}
+
+pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
+    let connector = match (args.alone, &args.connector) {
+        (true, _) => None,
+        (false, Some(json)) => Some(Config::from_json(json).map_err(|e| Failure::new("--connector", e))?),
+        (false, None) => Some(Config::from_env().map_err(|e| Failure::new("environment", e))?),
+    };
+    let model = match &args.model {
+        Some(folder) => ModelSource::Folder(folder.to_string_lossy().into_owned()),
+        None => ModelSource::Seed(args.seed),
+    };
+    let mut engine = Engine::start(EngineOptions {
+        ranks: args.ranks,
+        model,
+        block_tokens: args.block_tokens,
+        blocks: args.kv_blocks,
+        step_tokens: args.step_tokens,
+        run_ahead: args.async_schedule,
+        policy: args.policy,
+        connector,
+        unmoved: args.unmoved,
+        worker_command: worker_command()?,
+    })
+    .map_err(|e| Failure::new("start the engine", e))?;
+    runtime()?.block_on(async {
+        let listener = tokio::net::TcpListener::bind(args.http)
+            .await
+            .map_err(|e| Failure::new(format!("listen at {} (--http)", args.http), e))?;
+        let address = listener.local_addr().map_err(|e| Failure::new("listen", e))?;
+        println!("{}", json!({ "ready": address.to_string(), "handshake_port": engine.handshake_port() }));
+        let server = axum::serve(listener, http::routes(engine.handle()));
+        tokio::select! {
+            served = async { server.await } => served.map_err(|e| Failure::new("serve", e)),
+            reason = engine.ended() => Err(Failure::new("engine", reason)),
+            () = parent_gone(args.with_parent) => Ok(()),
+        }
+    })
+}

@@ -1,0 +1,33 @@
+#![doc = include_str!("../README.md")]
+
+pub mod blocks;
+pub mod codec;
+pub mod handshake;
+pub mod ids;
+pub mod layout;
+pub mod message;
+pub mod params;
+pub mod step;
+pub mod time;
+pub mod timers;
+
+pub use blocks::BlockList;
+pub use codec::CodecError;
+pub use ids::{Attempt, BlockId, EngineId, IdError, Incarnation, LeaseId, LeaseRef, LoadId, Rank, RequestId};
+pub use layout::{BlockLayout, BlockOrder, Dtype, Fingerprint, RegionKind, RegionLayout, Topology};
+pub use params::{ParamsError, RemotePrefill, TransferParams, token_digest};
+pub use step::{
+    ConsumerOrder, GroupBlocks, LeaseEnd, LeaseTerms, LoadFailure, LoadStats, PeerLocator, Plan,
+    ProducerOrder, PullEnd, ReleaseReason, Report,
+};
+pub use time::Moment;
+pub use timers::Timers;
+
+/// Version of the handshake, of plan and report, and of the worker messages.
+///
+/// | version | what changed |
+/// | --- | --- |
+/// | 1 | the first |
+///
+/// A field added with a default that means the old behaviour needs no new version; anything else does.
+pub const PROTOCOL_VERSION: u32 = 1;

@@ -1,0 +1,123 @@
+//! Worker-to-worker messages: small typed frames over a transport.
+//!
+//! The consumer's worker speaks first. `Hello` names both ends; after `Welcome` every message belongs to that pair
+//! of lives, so that a frame of a former life cannot reach this one. A peer that speaks before it was greeted is
+//! let go.
+
+use serde::{Deserialize, Serialize};
+
+use crate::codec::{self, CodecError, WORKER_MESSAGE_MAX_BYTES};
+use crate::ids::{Attempt, EngineId, Incarnation, LeaseId, Rank};
+use crate::layout::Topology;
+use crate::step::ReleaseReason;
+
+/// Most leases one message names; more are split over several.
+pub const LEASES_PER_MESSAGE_MAX: usize = 16_384;
+
+/// Why a `Hello` was not welcome.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum HelloRefusal {
+    /// The version spoken is another one.
+    Version,
+    /// The life asked for is not this one.
+    Incarnation,
+    /// The rank asked for is not this one.
+    Rank,
+    /// The topologies do not fit, or this rank serves no such reader.
+    Topology,
+    /// A reason that this version does not know.
+    #[serde(other)]
+    Other,
+}
+
+/// One message. C: consumer to producer; P: producer to consumer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum WorkerMessage {
+    /// C: who I am, and whom I believe to speak to.
+    Hello {
+        /// Protocol version.
+        version: u32,
+        /// The consumer's engine.
+        engine: EngineId,
+        /// Its life.
+        incarnation: Incarnation,
+        /// Its rank.
+        rank: Rank,
+        /// How it is cut.
+        topology: Topology,
+        /// The producer's life that I shook hands with.
+        to: Incarnation,
+        /// The producer's rank that I want.
+        to_rank: Rank,
+    },
+    /// P: it is me.
+    Welcome {
+        /// The producer's life.
+        incarnation: Incarnation,
+        /// Its rank.
+        rank: Rank,
+    },
+    /// P: it is not me, or we do not fit.
+    Unwelcome {
+        /// Why.
+        reason: HelloRefusal,
+        /// The producer's life.
+        incarnation: Incarnation,
+    },
+    /// C: I still want these.
+    Renew {
+        /// Leases of this producer.
+        leases: Vec<LeaseId>,
+    },
+    /// P: of those you renewed, these are not held.
+    NotHeld {
+        /// The leases.
+        leases: Vec<LeaseId>,
+    },
+    /// C: my reads under this lease have all ended well. Did it hold?
+    ReadDone {
+        /// The lease.
+        lease: LeaseId,
+        /// Which try; a repetition carries the same number.
+        attempt: Attempt,
+    },
+    /// P: it held until I got your `ReadDone`; for you it has ended.
+    Confirmed {
+        /// The lease.
+        lease: LeaseId,
+        /// The try answered.
+        attempt: Attempt,
+    },
+    /// P: it did not hold. What you read may be anything.
+    Lapsed {
+        /// The lease.
+        lease: LeaseId,
+        /// The try answered.
+        attempt: Attempt,
+    },
+    /// C: I will not read under this lease, or not any more.
+    Release {
+        /// The lease.
+        lease: LeaseId,
+        /// Which try.
+        attempt: Attempt,
+        /// Why.
+        reason: ReleaseReason,
+    },
+}
+
+impl WorkerMessage {
+    /// As bytes.
+    pub fn encode(&self) -> Result<Vec<u8>, CodecError> {
+        codec::encode("worker message", WORKER_MESSAGE_MAX_BYTES, self)
+    }
+
+    /// From bytes.
+    pub fn decode(bytes: &[u8]) -> Result<Self, CodecError> {
+        codec::decode("worker message", WORKER_MESSAGE_MAX_BYTES, bytes)
+    }
+}

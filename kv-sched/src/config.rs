@@ -1,0 +1,116 @@
+//! Terms and limits of the scheduler half.
+
+use std::time::Duration;
+
+use kv_proto::{EngineId, Incarnation, LeaseTerms, Topology};
+use thiserror::Error;
+
+/// Everything the scheduler half needs to know. All of it is plain data.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SchedConfig {
+    /// This engine's id.
+    pub engine: EngineId,
+    /// This life of it.
+    pub incarnation: Incarnation,
+    /// How it is cut into ranks.
+    pub topology: Topology,
+    /// Host at which consumers reach this engine's handshake listener.
+    pub host: String,
+    /// Port of that listener.
+    pub port: u16,
+    /// Tokens in a block.
+    pub block_tokens: u32,
+    /// Blocks in the pool.
+    pub blocks: u32,
+    /// Block groups.
+    pub groups: u32,
+    /// Life of a lease without renewal. Short, since a consumer that lives renews.
+    pub lease_ttl: Duration,
+    /// What a renewal extends a lease to, counted from its arrival.
+    pub lease_renewal: Duration,
+    /// Longest life of a lease, however often it is renewed.
+    pub lease_max: Duration,
+    /// A load is not worth a round trip below so many tokens; they are computed instead.
+    pub min_remote_tokens: u32,
+    /// How long a request may wait for room before its lease is given back and its prompt computed here.
+    pub queue_limit: Duration,
+    /// How long a load may take until it is cancelled. The worker's own limits end it well before.
+    pub load_limit: Duration,
+    /// How long workers may take to report what they must report, beyond all limits of their own.
+    pub report_grace: Duration,
+}
+
+/// Why a configuration cannot be.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum SchedConfigError {
+    /// Something that must not be zero is.
+    #[error("{field} is 0")]
+    Zero {
+        /// The field.
+        field: &'static str,
+    },
+    /// Two durations in the wrong order.
+    #[error("{field} of {value:?} is longer than {other} of {other_value:?}")]
+    Order {
+        /// The one that must be shorter.
+        field: &'static str,
+        /// Its value.
+        value: Duration,
+        /// The one that must be longer.
+        other: &'static str,
+        /// Its value.
+        other_value: Duration,
+    },
+}
+
+impl SchedConfig {
+    /// Checks ranges and orders.
+    pub fn check(&self) -> Result<(), SchedConfigError> {
+        let numbers = [
+            ("ranks", self.topology.ranks),
+            ("port", u32::from(self.port)),
+            ("block_tokens", self.block_tokens),
+            ("blocks", self.blocks),
+            ("groups", self.groups),
+        ];
+        for (field, value) in numbers {
+            if value == 0 {
+                return Err(SchedConfigError::Zero { field });
+            }
+        }
+        let durations = [
+            ("lease_ttl", self.lease_ttl),
+            ("lease_renewal", self.lease_renewal),
+            ("queue_limit", self.queue_limit),
+            ("load_limit", self.load_limit),
+            ("report_grace", self.report_grace),
+        ];
+        for (field, value) in durations {
+            if value < Duration::from_millis(1) {
+                return Err(SchedConfigError::Zero { field });
+            }
+        }
+        for (field, value) in [("lease_ttl", self.lease_ttl), ("lease_renewal", self.lease_renewal)] {
+            if value > self.lease_max {
+                return Err(SchedConfigError::Order {
+                    field,
+                    value,
+                    other: "lease_max",
+                    other_value: self.lease_max,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The lease terms as they travel in a plan.
+    pub fn terms(&self) -> LeaseTerms {
+        let ms = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
+        LeaseTerms {
+            ttl_ms: ms(self.lease_ttl),
+            renewal_ms: ms(self.lease_renewal),
+            max_ms: ms(self.lease_max),
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! What the hooks return and what the engine is told.
+
+use kv_proto::{BlockList, LeaseId, LoadFailure, LoadId, LoadStats, Rank, RemotePrefill, RequestId};
+
+/// What a request is to the scheduler half.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Nothing is handed over; the other hooks may be called and do nothing.
+    Plain,
+    /// It computes a prompt that somebody else will decode.
+    Producer,
+    /// Its prompt, or a part of it, was computed elsewhere.
+    Consumer,
+}
+
+/// How a request ended in the engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RequestEnd {
+    /// It finished as asked for.
+    Complete {
+        /// Tokens whose KV the blocks hold, from the start of the prompt.
+        computed_tokens: u32,
+        /// Its blocks by group, from the start of the sequence.
+        blocks: Vec<BlockList>,
+    },
+    /// It was aborted, rejected or failed, at whatever point.
+    Aborted,
+}
+
+/// Something that keeps blocks from being used again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum HoldId {
+    /// A lease on the producer.
+    Lease(LeaseId),
+    /// A load on the consumer whose request is gone.
+    Load(LoadId),
+}
+
+/// What is to become of a finished request's blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use = "blocks freed against a Hold are read or written by a peer"]
+pub enum Verdict {
+    /// They may be used again at once.
+    Free,
+    /// They must be kept as they are until [`SchedEvent::BlocksReleased`] names this hold.
+    Hold(HoldId),
+}
+
+/// Answer to the end of a request.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Finish {
+    /// What is to become of the blocks.
+    pub verdict: Verdict,
+    /// Parameters to give to whoever asked, on a producer.
+    pub params: Option<RemotePrefill>,
+}
+
+/// How a load ended over all ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LoadResult {
+    /// Every rank has its bytes, and every rank of the producer confirmed its lease.
+    Loaded {
+        /// Tokens from the start of the prompt whose KV is now here.
+        tokens: u32,
+        /// Of these, how many came from the producer.
+        remote_tokens: u32,
+        /// Summed over the ranks; times are the slowest rank's.
+        stats: LoadStats,
+    },
+    /// At least one rank failed.
+    Failed {
+        /// Why, on the lowest rank that failed.
+        reason: LoadFailure,
+        /// For a person.
+        detail: String,
+        /// Blocks that may hold wrong bytes, by group.
+        invalid: Vec<BlockList>,
+        /// Tokens from the start of the prompt that are not touched by the failure.
+        valid_tokens: u32,
+        /// `None`: the invalid blocks are quiet and stay the request's. `Some`: somebody may still write them;
+        /// the request must let go of them, and they come back with [`SchedEvent::BlocksReleased`].
+        hold: Option<HoldId>,
+    },
+}
+
+/// What the engine is told. Take all of them after each report and each call of `time_passed`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SchedEvent {
+    /// A load that a request waits for has ended.
+    LoadEnded {
+        /// The request.
+        request: RequestId,
+        /// How it ended.
+        result: LoadResult,
+    },
+    /// Blocks that were held are free.
+    BlocksReleased {
+        /// What held them.
+        hold: HoldId,
+        /// The request that they were of; a label, the id may be in use again.
+        request: RequestId,
+        /// The blocks by group.
+        blocks: Vec<BlockList>,
+    },
+    /// Workers have not reported an end that they must have reached: they are dead or stuck.
+    WorkersSilent {
+        /// What waits for them.
+        hold: HoldId,
+        /// The ranks that are missing.
+        missing: Vec<Rank>,
+    },
+}

@@ -1,0 +1,246 @@
+//! The producer's policy: which finished requests keep their blocks, under which lease, and when the blocks are
+//! free again.
+//!
+//! ```text
+//!  arrived ──► Computing ──finished──► Held ──every rank reported an end──► (released)
+//!                  └──aborted, incomplete or empty──► (forgotten)
+//! ```
+
+use std::collections::BTreeMap;
+
+use kv_proto::{
+    BlockList, LeaseEnd, LeaseId, LeaseRef, Moment, ProducerOrder, Rank, RemotePrefill, RequestId, Timers,
+};
+use serde_json::Map;
+
+use crate::config::SchedConfig;
+use crate::event::{Finish, HoldId, RequestEnd, SchedEvent, Verdict};
+
+/// A request that computes for somebody else.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Computing {
+    lease: LeaseId,
+    prompt_tokens: u32,
+    token_digest: String,
+}
+
+/// A hand-over whose blocks are kept.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Held {
+    request: RequestId,
+    blocks: Vec<BlockList>,
+    ended: BTreeMap<Rank, LeaseEnd>,
+    overdue_at: Moment,
+}
+
+/// Counters of the producer side. They only grow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ProducerStats {
+    /// Leases granted.
+    pub granted: u64,
+    /// Leases that ended with every reader confirmed.
+    pub confirmed: u64,
+    /// Leases that ended because their readers gave them back.
+    pub released: u64,
+    /// Leases that ended by time on at least one rank.
+    pub expired: u64,
+    /// Requests that were to be handed over and were not: aborted, incomplete or empty.
+    pub forgotten: u64,
+    /// Reports of ends that were known or of leases that were not: harmless.
+    pub stray_ends: u64,
+}
+
+/// The machine. One per engine.
+#[derive(Debug, Clone)]
+pub struct Producer {
+    next_lease: u64,
+    computing: BTreeMap<RequestId, Computing>,
+    held: BTreeMap<LeaseId, Held>,
+    timers: Timers<LeaseId>,
+    stats: ProducerStats,
+}
+
+impl Default for Producer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Producer {
+    /// A machine without requests.
+    pub fn new() -> Self {
+        Self {
+            next_lease: 1,
+            computing: BTreeMap::new(),
+            held: BTreeMap::new(),
+            timers: Timers::default(),
+            stats: ProducerStats::default(),
+        }
+    }
+
+    /// Whether the request is computing for somebody else.
+    pub fn knows(&self, request: &RequestId) -> bool {
+        self.computing.contains_key(request)
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> ProducerStats {
+        self.stats
+    }
+
+    /// Leases whose blocks are kept.
+    pub fn held_count(&self) -> usize {
+        self.held.len()
+    }
+
+    /// When [`Producer::time_passed`] wants to be called.
+    pub fn next_deadline(&self) -> Option<Moment> {
+        self.timers.next()
+    }
+
+    /// A request arrived that is to be handed over. The caller made sure that its id is not in use.
+    pub fn arrived(
+        &mut self,
+        request: RequestId,
+        prompt_tokens: u32,
+        token_digest: String,
+        orders: &mut Vec<ProducerOrder>,
+    ) {
+        let lease = LeaseId(self.next_lease);
+        self.next_lease += 1;
+        self.computing.insert(request, Computing { lease, prompt_tokens, token_digest });
+        orders.push(ProducerOrder::Announce { lease });
+    }
+
+    /// A request ended. `None` if it is not one of this machine's.
+    pub fn finished(
+        &mut self,
+        now: Moment,
+        config: &SchedConfig,
+        request: &RequestId,
+        end: &RequestEnd,
+        orders: &mut Vec<ProducerOrder>,
+    ) -> Option<Finish> {
+        let Computing { lease, prompt_tokens, token_digest } = self.computing.remove(request)?;
+        let handed = match end {
+            RequestEnd::Aborted => None,
+            RequestEnd::Complete { computed_tokens, blocks } => {
+                hand_over(config, prompt_tokens, *computed_tokens, blocks)
+            }
+        };
+        let Some(blocks) = handed else {
+            self.stats.forgotten += 1;
+            orders.push(ProducerOrder::Forget { lease });
+            let nothing = match end {
+                RequestEnd::Aborted => None,
+                RequestEnd::Complete { .. } => {
+                    Some(self.params(config, request, Vec::new(), 0, None, String::new()))
+                }
+            };
+            return Some(Finish { verdict: Verdict::Free, params: nothing });
+        };
+        self.stats.granted += 1;
+        orders.push(ProducerOrder::Grant { lease, terms: config.terms() });
+        let overdue_at = now + config.lease_max + config.report_grace;
+        self.timers.set(overdue_at, lease);
+        let params = self.params(config, request, blocks.clone(), prompt_tokens, Some(lease), token_digest);
+        let held = Held { request: request.clone(), blocks, ended: BTreeMap::new(), overdue_at };
+        self.held.insert(lease, held);
+        Some(Finish { verdict: Verdict::Hold(HoldId::Lease(lease)), params: Some(params) })
+    }
+
+    fn params(
+        &self,
+        config: &SchedConfig,
+        request: &RequestId,
+        blocks: Vec<BlockList>,
+        tokens: u32,
+        lease: Option<LeaseId>,
+        token_digest: String,
+    ) -> RemotePrefill {
+        let blocks =
+            if blocks.is_empty() { vec![BlockList::default(); config.groups as usize] } else { blocks };
+        RemotePrefill {
+            engine: config.engine.clone(),
+            request: request.clone(),
+            host: config.host.clone(),
+            port: config.port,
+            ranks: config.topology.ranks,
+            tokens,
+            block_tokens: config.block_tokens,
+            blocks,
+            incarnation: config.incarnation,
+            lease,
+            token_digest,
+            other: Map::new(),
+        }
+    }
+
+    /// A worker reported that a lease ended on its rank.
+    pub fn lease_ended(
+        &mut self,
+        config: &SchedConfig,
+        rank: Rank,
+        lease: LeaseId,
+        end: LeaseEnd,
+        events: &mut Vec<SchedEvent>,
+    ) {
+        let Some(held) = self.held.get_mut(&lease) else {
+            self.stats.stray_ends += 1;
+            return;
+        };
+        if rank.0 >= config.topology.ranks || held.ended.contains_key(&rank) {
+            self.stats.stray_ends += 1;
+            return;
+        }
+        held.ended.insert(rank, end);
+        if held.ended.len() < config.topology.ranks as usize {
+            return;
+        }
+        let Some(held) = self.held.remove(&lease) else { return };
+        self.timers.clear(held.overdue_at, lease);
+        // The worst end of any rank is the lease's.
+        let end = held.ended.into_values().max().unwrap_or(LeaseEnd::Expired);
+        match end {
+            LeaseEnd::Confirmed => self.stats.confirmed += 1,
+            LeaseEnd::Released => self.stats.released += 1,
+            _ => self.stats.expired += 1,
+        }
+        events.push(SchedEvent::BlocksReleased {
+            hold: HoldId::Lease(lease),
+            request: held.request,
+            blocks: held.blocks,
+        });
+    }
+
+    /// Looks at leases whose end should have been reported long ago.
+    pub fn time_passed(&mut self, now: Moment, config: &SchedConfig, events: &mut Vec<SchedEvent>) {
+        while let Some(lease) = self.timers.due(now) {
+            let Some(held) = self.held.get(&lease) else { continue };
+            let missing =
+                (0..config.topology.ranks).map(Rank).filter(|r| !held.ended.contains_key(r)).collect();
+            events.push(SchedEvent::WorkersSilent { hold: HoldId::Lease(lease), missing });
+        }
+    }
+
+    /// The lease under a reference, if it is one of this life's and held.
+    pub fn holds(&self, config: &SchedConfig, lease: LeaseRef) -> bool {
+        lease.incarnation == config.incarnation && self.held.contains_key(&lease.lease)
+    }
+}
+
+/// What is handed over of a finished request: the blocks that hold its prompt, if the prompt was computed whole
+/// and there is any. The list is the one given at the end, never one remembered from earlier.
+fn hand_over(
+    config: &SchedConfig,
+    prompt_tokens: u32,
+    computed_tokens: u32,
+    blocks: &[BlockList],
+) -> Option<Vec<BlockList>> {
+    let count = prompt_tokens.div_ceil(config.block_tokens);
+    let complete = computed_tokens >= prompt_tokens
+        && count > 0
+        && blocks.len() == config.groups as usize
+        && blocks.iter().all(|group| group.len() >= count && group.fits(config.blocks));
+    complete.then(|| blocks.iter().map(|group| group.iter().take(count as usize).collect()).collect())
+}

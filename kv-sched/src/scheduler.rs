@@ -1,0 +1,198 @@
+//! The scheduler half as an engine calls it: both policies, one plan.
+
+use kv_proto::{BlockList, Moment, Plan, RemotePrefill, Report, RequestId, TransferParams, token_digest};
+
+use crate::config::{SchedConfig, SchedConfigError};
+use crate::error::SchedError;
+use crate::event::{Finish, RequestEnd, Role, SchedEvent, Verdict};
+use crate::machine::consumer::{Consumer, ConsumerStats};
+use crate::machine::producer::{Producer, ProducerStats};
+
+/// The scheduler half of one engine. It does no IO and reads no clock: each hook that needs the time takes it.
+#[derive(Debug, Clone)]
+pub struct Scheduler {
+    config: SchedConfig,
+    producer: Producer,
+    consumer: Consumer,
+    plan: Plan,
+    events: Vec<SchedEvent>,
+}
+
+impl Scheduler {
+    /// A scheduler half without requests.
+    pub fn new(config: SchedConfig) -> Result<Self, SchedConfigError> {
+        config.check()?;
+        Ok(Self {
+            config,
+            producer: Producer::new(),
+            consumer: Consumer::new(),
+            plan: Plan::default(),
+            events: Vec::new(),
+        })
+    }
+
+    /// The configuration in force.
+    pub fn config(&self) -> &SchedConfig {
+        &self.config
+    }
+
+    /// A request arrived, before it is queued. `prompt` is its token ids.
+    ///
+    /// An error costs this request alone. If the request brought an offer that could be located, the offer is
+    /// given back to its producer by the next plan, so that no block waits for a reader that will not come.
+    pub fn request_arrived(
+        &mut self,
+        now: Moment,
+        request: &RequestId,
+        prompt: &[u32],
+        params: Option<&TransferParams>,
+    ) -> Result<Role, SchedError> {
+        let Some(params) = params else { return Ok(Role::Plain) };
+        match params {
+            TransferParams::RemoteDecode { .. } => {
+                let tokens = self.admit(request, prompt)?;
+                self.producer.arrived(request.clone(), tokens, token_digest(prompt), &mut self.plan.producer);
+                Ok(Role::Producer)
+            }
+            TransferParams::RemotePrefill(remote) => {
+                match self.admit(request, prompt).and_then(|tokens| self.fits(remote, prompt, tokens)) {
+                    Ok(()) => {
+                        let remote = RemotePrefill::clone(remote);
+                        let orders = &mut self.plan.consumer;
+                        self.consumer.arrived(now, &self.config, request.clone(), remote, orders);
+                        Ok(Role::Consumer)
+                    }
+                    Err(error) => {
+                        self.consumer.refused(remote, &mut self.plan.consumer);
+                        Err(error)
+                    }
+                }
+            }
+        }
+    }
+
+    fn admit(&self, request: &RequestId, prompt: &[u32]) -> Result<u32, SchedError> {
+        if self.producer.knows(request) || self.consumer.knows(request) {
+            return Err(SchedError::DuplicateRequest { request: request.clone() });
+        }
+        let tokens =
+            u32::try_from(prompt.len()).ok().filter(|n| u64::from(*n) <= kv_proto::params::TOKENS_MAX);
+        tokens.ok_or(SchedError::PromptTooLong { tokens: prompt.len() })
+    }
+
+    fn fits(&self, remote: &RemotePrefill, prompt: &[u32], prompt_tokens: u32) -> Result<(), SchedError> {
+        if remote.block_tokens != self.config.block_tokens {
+            let (ours, theirs) = (self.config.block_tokens, remote.block_tokens);
+            return Err(SchedError::BlockTokens { ours, theirs });
+        }
+        if remote.blocks.len() != self.config.groups as usize {
+            let (ours, theirs) = (self.config.groups as usize, remote.blocks.len());
+            return Err(SchedError::Groups { ours, theirs });
+        }
+        // Parsed parameters cannot say so; made by hand they can.
+        let needed = remote.tokens.div_ceil(remote.block_tokens);
+        if let Some(group) = remote.blocks.iter().find(|group| group.len() != needed) {
+            return Err(SchedError::OfferBlocks { tokens: remote.tokens, needed, got: group.len() });
+        }
+        if remote.tokens > prompt_tokens {
+            return Err(SchedError::PromptTooShort { offered: remote.tokens, prompt: prompt_tokens });
+        }
+        if remote.tokens > 0 {
+            let ours = token_digest(&prompt[..remote.tokens as usize]);
+            if ours != remote.token_digest {
+                let theirs = remote.token_digest.clone();
+                return Err(SchedError::PromptDiffers { tokens: remote.tokens, ours, theirs });
+            }
+        }
+        Ok(())
+    }
+
+    /// How many tokens a load would bring beyond the `local_tokens` that the engine holds already (full blocks,
+    /// from the start of the prompt). Zero: compute it here. Changes nothing, may be asked at any time.
+    pub fn remote_tokens(&self, request: &RequestId, local_tokens: u32) -> u32 {
+        self.consumer.remote_tokens(&self.config, request, local_tokens)
+    }
+
+    /// The engine allocated the request's blocks (by group, from the start of the sequence). With
+    /// `remote_tokens > 0` the load begins with the next plan, and the request must wait for its
+    /// [`SchedEvent::LoadEnded`]. With zero the request goes on at once, and an unused offer is given back.
+    pub fn blocks_allocated(
+        &mut self,
+        now: Moment,
+        request: &RequestId,
+        local_tokens: u32,
+        remote_tokens: u32,
+        blocks: &[BlockList],
+    ) -> Result<(), SchedError> {
+        let orders = &mut self.plan.consumer;
+        self.consumer.allocated(now, &self.config, request, local_tokens, remote_tokens, blocks, orders)
+    }
+
+    /// A request ended, whether complete or aborted, queued, loading or running. To be called once per request.
+    ///
+    /// For requests that hand nothing over the answer is [`Verdict::Free`].
+    pub fn request_finished(&mut self, now: Moment, request: &RequestId, end: &RequestEnd) -> Finish {
+        if let Some(finish) = self.consumer.finished(now, &self.config, request, &mut self.plan.consumer) {
+            return finish;
+        }
+        let orders = &mut self.plan.producer;
+        self.producer
+            .finished(now, &self.config, request, end, orders)
+            .unwrap_or(Finish { verdict: Verdict::Free, params: None })
+    }
+
+    /// What the workers are to do, to be carried to every rank with this step. Often empty.
+    pub fn plan_step(&mut self, now: Moment) -> Plan {
+        self.time_passed(now);
+        std::mem::take(&mut self.plan)
+    }
+
+    /// Whether [`Scheduler::plan_step`] has something to carry, so that an idle engine makes a step for it.
+    pub fn has_plan(&self) -> bool {
+        !self.plan.is_empty()
+    }
+
+    /// One rank's report. Reports of all ranks are aggregated here; repeated or unknown ends do nothing.
+    pub fn take_report(&mut self, now: Moment, report: Report) {
+        // First everything that has arrived, then the deadlines.
+        for (lease, end) in report.leases {
+            self.producer.lease_ended(&self.config, report.rank, lease, end, &mut self.events);
+        }
+        for (load, end) in report.loads {
+            let orders = &mut self.plan.consumer;
+            self.consumer.load_ended(&self.config, report.rank, load, end, orders, &mut self.events);
+        }
+        self.time_passed(now);
+    }
+
+    /// Lets deadlines pass that have come.
+    pub fn time_passed(&mut self, now: Moment) {
+        self.producer.time_passed(now, &self.config, &mut self.events);
+        self.consumer.time_passed(now, &self.config, &mut self.plan.consumer, &mut self.events);
+    }
+
+    /// When [`Scheduler::time_passed`] has something to do at the latest.
+    pub fn next_deadline(&self) -> Option<Moment> {
+        [self.producer.next_deadline(), self.consumer.next_deadline()].into_iter().flatten().min()
+    }
+
+    /// What happened since the last call, in order.
+    pub fn take_events(&mut self) -> Vec<SchedEvent> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// Producer counters.
+    pub fn producer_stats(&self) -> ProducerStats {
+        self.producer.stats()
+    }
+
+    /// Consumer counters.
+    pub fn consumer_stats(&self) -> &ConsumerStats {
+        self.consumer.stats()
+    }
+
+    /// Leases and loads that hold blocks now.
+    pub fn holds(&self) -> usize {
+        self.producer.held_count() + self.consumer.load_count()
+    }
+}

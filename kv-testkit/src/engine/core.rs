@@ -1,0 +1,496 @@
+//! The engine's scheduler: continuous batching with chunked prefill over a paged cache.
+//!
+//! It decides what each step computes, and calls the connector's hooks where engines call them. It does no IO:
+//! [`Core::next_step`] gives an order for the workers, [`Core::step_done`] takes what they answered.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use kv_connector::recovery::{Decision, FailedLoad, Policy, decide};
+use kv_connector::{
+    BlockList, HoldId, LoadResult, RequestEnd, RequestId, Role, SchedEvent, SchedulerConnector, Verdict,
+};
+use kv_proto::BlockId;
+use serde_bytes::ByteBuf;
+use serde_json::Value;
+
+use super::model::Tokenizer;
+use super::pool::BlockPool;
+use super::request::{Ask, Happening, Request, Stage};
+use super::wire::{StepOrder, Work};
+
+/// How an engine schedules.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CoreSettings {
+    /// Tokens in a block.
+    pub block_tokens: u32,
+    /// Blocks in the pool.
+    pub blocks: u32,
+    /// Most tokens in one step.
+    pub step_tokens: u32,
+    /// Run one step ahead: order step n+1 before the tokens of step n are known.
+    pub run_ahead: bool,
+    /// What follows a failed load.
+    pub policy: Policy,
+    /// Tokens that the model can number.
+    pub vocab_size: u32,
+    /// Positions that the model knows.
+    pub max_positions: u32,
+}
+
+/// Figures of an engine.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct CoreStats {
+    /// Requests accepted.
+    pub requests: u64,
+    /// Requests aborted.
+    pub aborted: u64,
+    /// Aborts of requests that were not there (any more).
+    pub stray_aborts: u64,
+    /// Requests preempted for want of blocks.
+    pub preempted: u64,
+    /// Steps ordered.
+    pub steps: u64,
+}
+
+struct Ordered {
+    request: u64,
+    epoch: u32,
+    tokens: u32,
+    wants_token: bool,
+}
+
+struct InFlight {
+    step: u64,
+    work: Vec<Ordered>,
+}
+
+/// The scheduler of one engine.
+pub struct Core {
+    settings: CoreSettings,
+    connector: Option<SchedulerConnector>,
+    pool: BlockPool,
+    requests: BTreeMap<u64, Request>,
+    numbers: BTreeMap<RequestId, u64>,
+    waiting: VecDeque<u64>,
+    running: Vec<u64>,
+    held: BTreeMap<HoldId, Vec<BlockId>>,
+    in_flight: VecDeque<InFlight>,
+    ended: Vec<u64>,
+    next_request: u64,
+    next_step: u64,
+    nudged: bool,
+    happenings: Vec<(u64, Happening)>,
+    stats: CoreStats,
+}
+
+impl Core {
+    /// An idle engine; without a connector it stands alone.
+    pub fn new(settings: CoreSettings, connector: Option<SchedulerConnector>) -> Self {
+        Self {
+            pool: BlockPool::new(settings.blocks),
+            settings,
+            connector,
+            requests: BTreeMap::new(),
+            numbers: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            held: BTreeMap::new(),
+            in_flight: VecDeque::new(),
+            ended: Vec::new(),
+            next_request: 1,
+            next_step: 1,
+            nudged: false,
+            happenings: Vec::new(),
+            stats: CoreStats::default(),
+        }
+    }
+
+    /// The connector, if there is one.
+    pub fn connector(&self) -> Option<&SchedulerConnector> {
+        self.connector.as_ref()
+    }
+
+    /// The pool.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// Figures.
+    pub fn stats(&self) -> &CoreStats {
+        &self.stats
+    }
+
+    /// Requests that have not ended.
+    pub fn request_count(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// What happened since the last call, by request number.
+    pub fn take_happenings(&mut self) -> Vec<(u64, Happening)> {
+        std::mem::take(&mut self.happenings)
+    }
+
+    /// How long the engine may sleep when nothing comes in.
+    pub fn next_wake(&self) -> Option<std::time::Duration> {
+        self.connector.as_ref().and_then(SchedulerConnector::next_wake)
+    }
+
+    /// Accepts a request and returns its number, or says why not.
+    pub fn arrive(&mut self, ask: Ask) -> Result<u64, String> {
+        self.admissible(&ask)?;
+        let role = match &mut self.connector {
+            Some(connector) => connector
+                .request_arrived(&ask.id, &ask.prompt, ask.params.as_ref())
+                .map_err(|e| format!("kv_transfer_params: {e}"))?,
+            None => Role::Plain,
+        };
+        let number = self.next_request;
+        self.next_request += 1;
+        self.numbers.insert(ask.id.clone(), number);
+        self.requests.insert(number, Request::new(ask, role));
+        self.waiting.push_back(number);
+        self.stats.requests += 1;
+        self.happenings.push((number, Happening::Queued));
+        Ok(number)
+    }
+
+    fn admissible(&self, ask: &Ask) -> Result<(), String> {
+        if self.numbers.contains_key(&ask.id) {
+            return Err(format!("request {} is already here", ask.id));
+        }
+        if ask.prompt.is_empty() {
+            return Err("prompt is empty".to_owned());
+        }
+        if ask.max_tokens == 0 {
+            return Err("max_tokens is 0".to_owned());
+        }
+        if let Some(token) = ask.prompt.iter().find(|t| **t >= self.settings.vocab_size) {
+            return Err(format!("token {token} is beyond the vocabulary of {}", self.settings.vocab_size));
+        }
+        let tokens = ask.prompt.len() as u64 + u64::from(ask.max_tokens);
+        if tokens > u64::from(self.settings.max_positions) {
+            let most = self.settings.max_positions;
+            return Err(format!("prompt and max_tokens make {tokens} tokens, at most {most} are allowed"));
+        }
+        let needed = tokens.div_ceil(u64::from(self.settings.block_tokens));
+        if needed > self.pool.size() as u64 {
+            return Err(format!("the request needs {needed} blocks, the pool has {}", self.pool.size()));
+        }
+        Ok(())
+    }
+
+    /// A client went away. Unknown names are those of requests that have ended: nothing is left to do for them.
+    pub fn abort(&mut self, id: &RequestId) {
+        match self.numbers.get(id).copied() {
+            Some(number) => {
+                self.stats.aborted += 1;
+                self.finish(number, false);
+            }
+            None => self.stats.stray_aborts += 1,
+        }
+    }
+
+    /// A worker has a report waiting.
+    pub fn nudge(&mut self) {
+        self.nudged = true;
+    }
+
+    /// The next order for the workers; `None` if there is nothing to do, or as much is in flight as may be.
+    pub fn next_step(&mut self) -> Option<StepOrder> {
+        self.hear_connector();
+        let depth = if self.settings.run_ahead { 2 } else { 1 };
+        if self.in_flight.len() >= depth {
+            return None;
+        }
+        let mut work = Vec::new();
+        let mut ordered = Vec::new();
+        let mut budget = self.settings.step_tokens;
+        self.admit();
+        for number in self.running.clone() {
+            if let Some((piece, order)) = self.order(number, budget) {
+                budget -= order.tokens;
+                work.push(piece);
+                ordered.push(order);
+            }
+            if budget == 0 {
+                break;
+            }
+        }
+        let plan = match &mut self.connector {
+            None => None,
+            Some(connector) => connector.plan_step().unwrap_or_else(|error| {
+                tracing::error!(%error, "the plan of this step could not be encoded");
+                None
+            }),
+        };
+        if work.is_empty() && plan.is_none() && self.ended.is_empty() && !self.nudged {
+            return None;
+        }
+        self.nudged = false;
+        let step = self.next_step;
+        self.next_step += 1;
+        self.stats.steps += 1;
+        self.in_flight.push_back(InFlight { step, work: ordered });
+        Some(StepOrder { step, plan: plan.map(ByteBuf::from), work, ended: std::mem::take(&mut self.ended) })
+    }
+
+    /// What a running request computes in this step.
+    fn order(&mut self, number: u64, budget: u32) -> Option<(Work, Ordered)> {
+        let request = self.requests.get(&number)?;
+        if request.stage != Stage::Running || request.is_covered() {
+            return None;
+        }
+        let (start, total) = (request.scheduled, request.total());
+        let tokens = (total - start).min(budget);
+        if tokens == 0 || !self.grow(number, start + tokens) {
+            return None;
+        }
+        let request = self.requests.get_mut(&number)?;
+        let wants_token = start + tokens == total;
+        // Beyond what is known by value there is only the one token that a step in flight samples.
+        let values = if start >= request.known() {
+            Vec::new()
+        } else {
+            request.tokens().skip(start as usize).take(tokens as usize).collect()
+        };
+        request.scheduled += tokens;
+        request.pending += u32::from(wants_token);
+        let blocks = request.blocks.iter().map(|b| b.0).collect();
+        let work = Work { request: number, tokens: values, start, blocks, wants_token };
+        Some((work, Ordered { request: number, epoch: request.epoch, tokens, wants_token }))
+    }
+
+    /// Makes room for a request's tokens, by preempting the youngest others if need be.
+    fn grow(&mut self, number: u64, tokens: u32) -> bool {
+        let needed = tokens.div_ceil(self.settings.block_tokens) as usize;
+        loop {
+            let Some(request) = self.requests.get(&number) else { return false };
+            let missing = needed.saturating_sub(request.blocks.len());
+            if missing == 0 {
+                return true;
+            }
+            if let Some(blocks) = self.pool.allocate(missing) {
+                if let Some(request) = self.requests.get_mut(&number) {
+                    request.blocks.extend(blocks);
+                }
+                return true;
+            }
+            let Some(victim) = self.running.last().copied().filter(|last| *last != number) else {
+                return false;
+            };
+            self.preempt(victim);
+        }
+    }
+
+    fn preempt(&mut self, number: u64) {
+        self.running.retain(|n| *n != number);
+        let Some(request) = self.requests.get_mut(&number) else { return };
+        let blocks = std::mem::take(&mut request.blocks);
+        request.stage = Stage::Waiting;
+        request.scheduled = 0;
+        request.computed = 0;
+        request.pending = 0;
+        request.epoch += 1;
+        self.waiting.push_front(number);
+        self.stats.preempted += 1;
+        self.release(blocks);
+    }
+
+    /// Blocks go back to the pool when no step in flight can touch them any more.
+    fn release(&mut self, blocks: Vec<BlockId>) {
+        let fence = self.in_flight.back().map(|last| last.step);
+        self.pool.release(blocks, fence);
+    }
+
+    /// Takes requests from the queue as long as there is room.
+    fn admit(&mut self) {
+        while let Some(number) = self.waiting.front().copied() {
+            let Some(request) = self.requests.get(&number) else {
+                self.waiting.pop_front();
+                continue;
+            };
+            let block_tokens = self.settings.block_tokens;
+            let tokens: Vec<u32> = request.tokens().collect();
+            let id = request.ask.id.clone();
+            let mut blocks = self.pool.find_prefix(&tokens, block_tokens as usize);
+            let local = blocks.len() as u32 * block_tokens;
+            let remote = self.connector.as_ref().map_or(0, |c| c.remote_tokens(&id, local));
+            let target = if remote > 0 { local + remote } else { tokens.len() as u32 };
+            let missing = (target.div_ceil(block_tokens) as usize).saturating_sub(blocks.len());
+            let Some(new) = self.pool.allocate(missing) else {
+                self.pool.release(blocks, None);
+                return;
+            };
+            blocks.extend(new);
+            self.waiting.pop_front();
+            self.start(number, local, remote, blocks);
+        }
+    }
+
+    fn start(&mut self, number: u64, local: u32, remote: u32, blocks: Vec<BlockId>) {
+        let Some(request) = self.requests.get_mut(&number) else { return self.release(blocks) };
+        let list: BlockList = blocks.iter().copied().collect();
+        request.blocks = blocks;
+        request.usage.cached_tokens = local;
+        if let Some(connector) = &mut self.connector
+            && request.role == Role::Consumer
+            && let Err(error) = connector.blocks_allocated(&request.ask.id, local, remote, &[list])
+        {
+            self.happenings.push((number, Happening::Failed { client: false, message: error.to_string() }));
+            return self.finish(number, false);
+        }
+        if remote > 0 {
+            request.stage = Stage::Loading;
+            self.happenings.push((number, Happening::Loading { tokens: remote }));
+        } else {
+            self.run(number, local);
+        }
+    }
+
+    /// Puts a request into the batch, with the KV of `tokens` tokens in place.
+    fn run(&mut self, number: u64, tokens: u32) {
+        let Some(request) = self.requests.get_mut(&number) else { return };
+        // At least the last token is run, for what follows it.
+        let tokens = tokens.min(request.known() - 1);
+        request.stage = Stage::Running;
+        request.scheduled = tokens;
+        request.computed = tokens;
+        self.running.push(number);
+    }
+
+    /// Takes what the workers sampled in a step; `tokens` by piece of work.
+    pub fn step_done(&mut self, step: u64, tokens: &[Option<u32>]) {
+        // First what the workers reported, then what was sampled: a load that ended is news of this step.
+        self.hear_connector();
+        let Some(done) = self.in_flight.pop_front() else { return };
+        debug_assert_eq!(done.step, step, "steps end in the order in which they were ordered");
+        self.pool.step_done(done.step);
+        for (order, token) in done.work.iter().zip(tokens) {
+            let Some(request) = self.requests.get_mut(&order.request) else { continue };
+            if request.epoch != order.epoch {
+                continue;
+            }
+            request.computed += order.tokens;
+            if let (true, Some(token)) = (order.wants_token, token) {
+                request.pending -= 1;
+                request.output.push(*token);
+                self.happenings.push((order.request, Happening::Token(*token)));
+            }
+            self.publish(order.request);
+            let Some(request) = self.requests.get(&order.request) else { continue };
+            let stopped = !request.ask.ignore_eos && request.output.last() == Some(&Tokenizer::END_OF_TEXT);
+            if stopped || request.output.len() as u32 >= request.ask.max_tokens {
+                self.finish(order.request, true);
+            }
+        }
+    }
+
+    /// Lets others find the full blocks of a request that are computed.
+    fn publish(&mut self, number: u64) {
+        let Some(request) = self.requests.get(&number) else { return };
+        let tokens: Vec<u32> = request.tokens().take(request.computed as usize).collect();
+        self.pool.publish(&tokens, &request.blocks, self.settings.block_tokens as usize);
+    }
+
+    /// A request ends; its blocks go wherever the connector says.
+    fn finish(&mut self, number: u64, complete: bool) {
+        let Some(request) = self.requests.remove(&number) else { return };
+        self.numbers.remove(&request.ask.id);
+        self.waiting.retain(|n| *n != number);
+        self.running.retain(|n| *n != number);
+        self.ended.push(number);
+        let list: BlockList = request.blocks.iter().copied().collect();
+        let end = if complete {
+            RequestEnd::Complete { computed_tokens: request.computed, blocks: vec![list] }
+        } else {
+            RequestEnd::Aborted
+        };
+        let mut params: Option<Value> = None;
+        let mut verdict = Verdict::Free;
+        if let Some(connector) = &mut self.connector {
+            let finished = connector.request_finished(&request.ask.id, &end);
+            params = finished.params;
+            verdict = finished.verdict;
+        }
+        match verdict {
+            Verdict::Free => self.release(request.blocks),
+            Verdict::Hold(hold) => self.hold(hold, request.blocks),
+        }
+        if complete {
+            let mut usage = request.usage;
+            usage.completion_tokens = request.output.len() as u32;
+            self.happenings.push((number, Happening::Finished { usage, params }));
+        }
+    }
+
+    fn hold(&mut self, hold: HoldId, blocks: Vec<BlockId>) {
+        self.held.entry(hold).or_default().extend(blocks);
+    }
+
+    /// Hands a worker's report to the connector.
+    pub fn take_report(&mut self, report: &[u8]) {
+        let Some(connector) = &mut self.connector else { return };
+        if let Err(error) = connector.take_report(report) {
+            tracing::error!(%error, "a worker's report was refused");
+        }
+    }
+
+    fn hear_connector(&mut self) {
+        let Some(connector) = &mut self.connector else { return };
+        for event in connector.events() {
+            match event {
+                SchedEvent::LoadEnded { request, result } => {
+                    if let Some(number) = self.numbers.get(&request).copied() {
+                        self.load_ended(number, result);
+                    }
+                }
+                SchedEvent::BlocksReleased { hold, .. } => {
+                    if let Some(blocks) = self.held.remove(&hold) {
+                        self.release(blocks);
+                    }
+                }
+                SchedEvent::WorkersSilent { hold, missing } => {
+                    tracing::error!(?hold, ?missing, "workers do not report");
+                }
+            }
+        }
+    }
+
+    fn load_ended(&mut self, number: u64, result: LoadResult) {
+        let Some(request) = self.requests.get_mut(&number) else { return };
+        if request.stage != Stage::Loading {
+            return;
+        }
+        match result {
+            LoadResult::Loaded { tokens, remote_tokens, stats } => {
+                request.usage.external_tokens = remote_tokens;
+                request.usage.load_bytes = stats.bytes;
+                request.usage.load_ranges = stats.ranges;
+                request.usage.read_us = stats.read_us;
+                request.usage.confirm_us = stats.confirm_us;
+                request.computed = tokens;
+                self.happenings.push((number, Happening::Loaded { stats }));
+                // Only now, when the bytes are confirmed, may others find these blocks.
+                self.publish(number);
+                self.run(number, tokens);
+            }
+            LoadResult::Failed { reason, detail, invalid, valid_tokens, hold } => {
+                if let Some(hold) = hold {
+                    let kept = (valid_tokens / self.settings.block_tokens) as usize;
+                    let lost = request.blocks.split_off(kept.min(request.blocks.len()));
+                    self.hold(hold, lost);
+                }
+                let failed = FailedLoad { reason, invalid, valid_tokens };
+                self.happenings.push((number, Happening::LoadFailed { reason, detail: detail.clone() }));
+                match decide(self.settings.policy, &failed) {
+                    Decision::ResumeFrom { tokens } => self.run(number, tokens),
+                    _ => {
+                        let message = format!("the KV cache of the prompt could not be loaded: {detail}");
+                        self.happenings.push((number, Happening::Failed { client: false, message }));
+                        self.finish(number, false);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! What can be set, and why the defaults are what they are.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use super::NAME;
+use super::address::host_is_sound;
+use super::frame::ServeLimits;
+use crate::error::TransportError;
+
+/// Settings of a [`TcpTransport`](super::TcpTransport). Every wait and every queue of it has its limit here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TcpConfig {
+    /// Where to listen: IPv4 or IPv6; port 0 lets the system choose. Default `127.0.0.1:0`, because nothing should
+    /// be reachable from other machines unless somebody asked for it.
+    pub bind: SocketAddr,
+    /// The host name or IP address that peers are told, if it differs from `bind`. It is required when `bind` is a
+    /// wildcard, which is no place that a peer could connect to.
+    pub advertise: Option<String>,
+    /// Messages that may wait to be sent to one peer. Default 4096: more than a batch of renewals for every
+    /// request of a large engine, so that only a peer that has stopped reading makes it overflow.
+    pub message_queue_max: usize,
+    /// Bytes of messages that may wait to be sent to one peer; a single message always fits. Default 64 MiB: it
+    /// bounds the memory that a stopped peer can cost.
+    pub message_queue_bytes: usize,
+    /// Messages from one peer that may wait to be taken with `next_event`. Beyond it nothing more is read from
+    /// that peer, its data included, until some are taken. Default 1024.
+    pub incoming_max: usize,
+    /// Bytes of messages from one peer that may wait to be taken, with the same effect. Default 16 MiB.
+    pub incoming_bytes: usize,
+    /// Bytes of reads that may be requested from one peer and not yet received. Default 16 MiB: a link of
+    /// 100 Gbit/s stays busy over a round trip of 1 ms, and a small read behind a large one waits a few
+    /// milliseconds at most.
+    pub bytes_in_flight_per_peer: u64,
+    /// Largest piece into which reads are cut, asked for and granted. Messages travel between pieces. Default
+    /// 512 KiB: large enough that the work per piece vanishes, small enough to pass in well under a millisecond.
+    pub chunk_max_bytes: u32,
+    /// Most ranges in one such piece, asked for and granted. Default 1024, which makes a request of 12 KiB.
+    pub chunk_max_ranges: u32,
+    /// Requests that one peer may have waiting here. Default 128: with the default sizes four times what a peer
+    /// with the default window asks for, and 1.5 MiB of memory at most.
+    pub chunk_queue_max: u32,
+    /// After this long without a byte from a peer it is pinged. Default 1 s.
+    pub keep_alive: Duration,
+    /// After this long without a byte from a peer, pings and all, it is given up as silent. Default 5 s: several
+    /// pings, and longer than a healthy process ever pauses. At least twice `keep_alive`.
+    pub silence_limit: Duration,
+    /// A peer to which nothing can be written for this long, although something waits, is given up as a slow
+    /// reader. Default 10 s. What it reads from stays in memory until then.
+    pub serve_limit: Duration,
+    /// How long one who connects may take to say who it is. Default 5 s.
+    pub handshake_limit: Duration,
+    /// Most peers at a time. One that was lost counts until its loss has been taken with `next_event`.
+    /// Default 1024, the usual limit of open files of a process.
+    pub peers_max: usize,
+}
+
+impl Default for TcpConfig {
+    fn default() -> Self {
+        Self {
+            bind: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0),
+            advertise: None,
+            message_queue_max: 4096,
+            message_queue_bytes: 64 << 20,
+            incoming_max: 1024,
+            incoming_bytes: 16 << 20,
+            bytes_in_flight_per_peer: 16 << 20,
+            chunk_max_bytes: 512 << 10,
+            chunk_max_ranges: 1024,
+            chunk_queue_max: 128,
+            keep_alive: Duration::from_secs(1),
+            silence_limit: Duration::from_secs(5),
+            serve_limit: Duration::from_secs(10),
+            handshake_limit: Duration::from_secs(5),
+            peers_max: 1024,
+        }
+    }
+}
+
+/// Largest values that may be configured: what a peer announces is believed up to these.
+pub(super) const CHUNK_BYTES_LIMIT: u32 = 1 << 30;
+pub(super) const CHUNK_RANGES_LIMIT: u32 = 1 << 16;
+pub(super) const CHUNK_QUEUE_LIMIT: u32 = 1 << 16;
+
+impl TcpConfig {
+    /// Refuses what cannot work, by name.
+    pub(super) fn check(&self) -> Result<(), TransportError> {
+        let rules = [
+            (
+                self.bind.ip().is_unspecified() && self.advertise.is_none(),
+                "a wildcard `bind` needs an `advertise`d host",
+            ),
+            (
+                self.advertise.as_deref().is_some_and(|host| !host_is_sound(host)),
+                "`advertise` is neither a host name nor an IP address",
+            ),
+            (
+                self.advertise
+                    .as_deref()
+                    .and_then(|host| host.parse::<IpAddr>().ok())
+                    .is_some_and(|ip| ip.is_unspecified()),
+                "`advertise` is a wildcard",
+            ),
+            (self.message_queue_max == 0, "`message_queue_max` is zero"),
+            (self.message_queue_bytes == 0, "`message_queue_bytes` is zero"),
+            (self.incoming_max == 0, "`incoming_max` is zero"),
+            (self.incoming_bytes == 0, "`incoming_bytes` is zero"),
+            (self.peers_max == 0, "`peers_max` is zero"),
+            (
+                !(1..=CHUNK_BYTES_LIMIT).contains(&self.chunk_max_bytes),
+                "`chunk_max_bytes` must be 1 byte to 1 GiB",
+            ),
+            (
+                !(1..=CHUNK_RANGES_LIMIT).contains(&self.chunk_max_ranges),
+                "`chunk_max_ranges` must be 1 to 65536",
+            ),
+            (
+                !(1..=CHUNK_QUEUE_LIMIT).contains(&self.chunk_queue_max),
+                "`chunk_queue_max` must be 1 to 65536",
+            ),
+            (
+                self.bytes_in_flight_per_peer < u64::from(self.chunk_max_bytes),
+                "`bytes_in_flight_per_peer` is less than `chunk_max_bytes`",
+            ),
+            (self.keep_alive.is_zero(), "`keep_alive` is zero"),
+            (
+                self.keep_alive.checked_mul(2).is_none_or(|twice| self.silence_limit < twice),
+                "`silence_limit` is less than twice `keep_alive`",
+            ),
+            (self.serve_limit.is_zero(), "`serve_limit` is zero"),
+            (self.handshake_limit.is_zero(), "`handshake_limit` is zero"),
+        ];
+        match rules.into_iter().find(|(broken, _)| *broken) {
+            Some((_, what)) => Err(TransportError::BadConfig { transport: NAME, what }),
+            None => Ok(()),
+        }
+    }
+
+    /// What this instance grants to those who read from it.
+    pub(super) fn serve_limits(&self) -> ServeLimits {
+        ServeLimits {
+            chunk_queue: self.chunk_queue_max,
+            chunk_bytes: self.chunk_max_bytes,
+            chunk_ranges: self.chunk_max_ranges,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(change: impl FnOnce(&mut TcpConfig)) -> &'static str {
+        let mut config = TcpConfig::default();
+        change(&mut config);
+        match config.check() {
+            Err(TransportError::BadConfig { what, .. }) => what,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_default_is_sound_and_nonsense_is_refused_by_name() {
+        assert_eq!(TcpConfig::default().check(), Ok(()));
+        assert!(refusal(|c| c.bind = "0.0.0.0:0".parse().unwrap()).contains("wildcard"));
+        assert!(refusal(|c| c.bind = "[::]:0".parse().unwrap()).contains("wildcard"));
+        assert!(refusal(|c| c.advertise = Some("two words".into())).contains("advertise"));
+        assert!(refusal(|c| c.advertise = Some("::".into())).contains("wildcard"));
+        assert!(refusal(|c| c.bytes_in_flight_per_peer = 1).contains("bytes_in_flight"));
+        assert!(refusal(|c| c.keep_alive = Duration::MAX).contains("silence_limit"));
+        assert!(refusal(|c| c.chunk_max_bytes = 0).contains("chunk_max_bytes"));
+    }
+
+    #[test]
+    fn an_advertised_host_makes_a_wildcard_usable() {
+        let bind = "[::]:0".parse().unwrap();
+        let config = TcpConfig { bind, advertise: Some("node-7.example".into()), ..TcpConfig::default() };
+        assert_eq!(config.check(), Ok(()));
+    }
+}

@@ -1,0 +1,233 @@
+//! The task of one peer: it connects if need be, then moves bytes both ways until the end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::Interest;
+use tokio::net::TcpStream;
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use super::address::Endpoint;
+use super::commands::{Command, after};
+use super::establish;
+use super::frame::{Preface, ServeLimits};
+use super::reader::{Others, Reader};
+use super::reads::Reads;
+use super::serve::Serve;
+use super::shared::Shared;
+use super::writer::{Turn, Writer};
+use crate::contract::PeerId;
+use crate::error::LossReason;
+
+/// Bytes that a connection may move each way before it is others' turn.
+const TURN_BYTES: usize = 1 << 20;
+/// Commands that a connection takes before it moves bytes again.
+const TURN_COMMANDS: usize = 256;
+/// When nothing else is to be waited for.
+const LONG: Duration = Duration::from_secs(3600);
+
+/// A peer, whether connected or not yet.
+pub(super) struct Connection {
+    shared: Arc<Shared>,
+    peer: PeerId,
+    commands: UnboundedReceiver<Command>,
+    reads: Reads,
+    serve: Serve,
+    writer: Writer,
+    reason: Option<LossReason>,
+}
+
+impl Connection {
+    pub(super) fn new(shared: Arc<Shared>, peer: PeerId, commands: UnboundedReceiver<Command>) -> Self {
+        Self {
+            peer,
+            commands,
+            reads: Reads::new(Arc::clone(&shared)),
+            serve: Serve::new(shared.config.serve_limits()),
+            writer: Writer::new(Arc::clone(&shared), peer),
+            shared,
+            reason: None,
+        }
+    }
+
+    /// Lives the life of a peer that connected to us, and whose preface we have read.
+    pub(super) async fn run_accepted(mut self, stream: TcpStream, answer: Preface, granted: ServeLimits) {
+        self.writer.control.extend_from_slice(&answer.encode());
+        self.reason = self.serve_stream(stream, granted).await.err();
+    }
+
+    /// Lives the life of a peer that we connect to.
+    pub(super) async fn run_connecting(mut self, endpoint: Endpoint, own: Preface, deadline: Instant) {
+        self.reason = self.connect_and_serve(endpoint, own, deadline).await.err();
+    }
+
+    async fn connect_and_serve(
+        &mut self,
+        endpoint: Endpoint,
+        own: Preface,
+        deadline: Instant,
+    ) -> Result<Never, LossReason> {
+        let connecting = establish::connect(endpoint, own, deadline);
+        tokio::pin!(connecting);
+        let mut sleep = Box::pin(sleep_until(after(Instant::now(), LONG)));
+        let (stream, granted) = loop {
+            // Reads are accepted before the connection stands; their limits run all the same.
+            let alarm = self.reads.alarm().unwrap_or_else(|| after(Instant::now(), LONG));
+            set(&mut sleep, alarm);
+            tokio::select! {
+                biased;
+                result = &mut connecting => break result?,
+                command = self.commands.recv() => self.command(command)?,
+                () = &mut sleep => {}
+            }
+            self.reads.expire(Instant::now(), &mut self.writer.control);
+        };
+        self.shared.connected(self.peer);
+        self.serve_stream(stream, granted).await
+    }
+
+    /// Obeys; an error is the end.
+    fn command(&mut self, command: Option<Command>) -> Result<(), LossReason> {
+        match command {
+            Some(Command::Read(read)) => self.reads.add(read),
+            Some(Command::Cancel { op, serial }) => self.reads.cancel(op, serial, &mut self.writer.control),
+            Some(Command::Send(message)) => self.writer.message(message),
+            // The next turn looks again.
+            Some(Command::Resume) => {}
+            Some(Command::Close(reason)) => return Err(reason),
+            None => return Err(LossReason::Closed),
+        }
+        Ok(())
+    }
+
+    async fn serve_stream(&mut self, stream: TcpStream, granted: ServeLimits) -> Result<Never, LossReason> {
+        self.reads.open(granted);
+        let mut reader = Reader::new(Arc::clone(&self.shared), self.peer);
+        let mut sleep = Box::pin(sleep_until(after(Instant::now(), LONG)));
+        let mut life = Life::new();
+        loop {
+            let mut commands = 0;
+            while commands < TURN_COMMANDS
+                && let Ok(command) = self.commands.try_recv()
+            {
+                commands += 1;
+                if let Err(reason) = self.command(Some(command)) {
+                    // What was sent before should still get there, if the socket takes it at once.
+                    self.writer.turn(&stream, &mut self.serve, Instant::now(), TURN_BYTES).ok();
+                    return Err(reason);
+                }
+            }
+
+            let now = Instant::now();
+            let Self { reads, serve, writer, .. } = self;
+            let mut others = Others { reads, serve, writer };
+            let (received, any) = reader.turn(&stream, &mut others, now, TURN_BYTES)?;
+            // Whoever does not listen must not complain of silence.
+            if any || received == Turn::Idle {
+                life.last_byte = now;
+            }
+            self.reads.expire(now, &mut self.writer.control);
+            self.reads.request(&mut self.writer.control);
+            if life.ping_due(now, received == Turn::Idle, self.shared.config.keep_alive) {
+                self.writer.ping();
+            }
+            let sent = self.writer.turn(&stream, &mut self.serve, now, TURN_BYTES)?;
+            self.check_life(&life, now)?;
+
+            if received == Turn::More || sent == Turn::More || commands == TURN_COMMANDS {
+                tokio::task::yield_now().await;
+                continue;
+            }
+            set(&mut sleep, self.wake(&life));
+            let interest = match (received == Turn::Blocked, sent == Turn::Blocked) {
+                (true, true) => Some(Interest::READABLE | Interest::WRITABLE),
+                (true, false) => Some(Interest::READABLE),
+                (false, true) => Some(Interest::WRITABLE),
+                (false, false) => None,
+            };
+            let ready = async {
+                match interest {
+                    Some(interest) => stream.ready(interest).await.map(|_| ()),
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                command = self.commands.recv() => {
+                    if let Err(reason) = self.command(command) {
+                        self.writer.turn(&stream, &mut self.serve, Instant::now(), TURN_BYTES).ok();
+                        return Err(reason);
+                    }
+                }
+                // An error shows itself again when the socket is used.
+                _ = ready => {}
+                () = &mut sleep => {}
+            }
+        }
+    }
+
+    fn check_life(&self, life: &Life, now: Instant) -> Result<(), LossReason> {
+        let config = &self.shared.config;
+        if now >= after(life.last_byte, config.silence_limit) {
+            return Err(LossReason::Silent);
+        }
+        match self.writer.blocked_since() {
+            Some(since) if now >= after(since, config.serve_limit) => Err(LossReason::SlowReader),
+            _ => Ok(()),
+        }
+    }
+
+    /// When to look again, whatever happens.
+    fn wake(&self, life: &Life) -> Instant {
+        let config = &self.shared.config;
+        let ping = after(life.last_byte.max(life.last_ping), config.keep_alive);
+        let silent = after(life.last_byte, config.silence_limit);
+        let slow = self.writer.blocked_since().map(|since| after(since, config.serve_limit));
+        [self.reads.alarm(), slow].into_iter().flatten().fold(ping.min(silent), Instant::min)
+    }
+}
+
+impl Drop for Connection {
+    /// However the task ends, its peer is lost then.
+    fn drop(&mut self) {
+        let reason =
+            self.reason.take().unwrap_or(LossReason::Broken { kind: std::io::ErrorKind::Other, code: None });
+        tracing::debug!(peer = self.peer.0, %reason, "peer lost");
+        self.shared.lose(self.peer, reason, self.reads.abandon());
+    }
+}
+
+/// What never is.
+enum Never {}
+
+/// Signs of life.
+struct Life {
+    last_byte: Instant,
+    last_ping: Instant,
+}
+
+impl Life {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self { last_byte: now, last_ping: now }
+    }
+
+    /// Whether to ping now. While nothing is received because too many messages wait, pings tell the peer that
+    /// we are alive, although we do not hear its own.
+    fn ping_due(&mut self, now: Instant, deaf: bool, keep_alive: Duration) -> bool {
+        let quiet_since = if deaf { self.last_ping } else { self.last_byte.max(self.last_ping) };
+        let due = now >= after(quiet_since, keep_alive);
+        if due {
+            self.last_ping = now;
+        }
+        due
+    }
+}
+
+/// Resets a timer only if that changes it: most rounds do not.
+fn set(sleep: &mut std::pin::Pin<Box<Sleep>>, at: Instant) {
+    if sleep.deadline() != at {
+        sleep.as_mut().reset(at);
+    }
+}

@@ -1,0 +1,175 @@
+//! The thread: it accepts, starts connections, and at the end sees that nothing is left.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::address::Nonce;
+use super::commands::Control;
+use super::connection::Connection;
+use super::establish::{NOT_OURS, check_nonce, read_preface};
+use super::frame::{Preface, ServeLimits};
+use super::shared::Shared;
+use crate::error::LossReason;
+
+/// Connections whose preface is awaited at a time. Each lasts for the handshake limit at most.
+const STRANGERS_MAX: usize = 256;
+/// Pause after the system had no descriptor or memory left for a connection that waits.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// How long connections may take to end by themselves. They do not wait for anything, so this is ample.
+const FAREWELL: Duration = Duration::from_millis(500);
+/// Log lines that a stranger can provoke come at most this often.
+const LOG_PAUSE: Duration = Duration::from_secs(10);
+
+/// What the thread works with.
+pub(super) struct IoThread {
+    pub(super) shared: Arc<Shared>,
+    pub(super) nonce: Nonce,
+    pub(super) listener: TcpListener,
+    pub(super) control: UnboundedReceiver<Control>,
+}
+
+/// Ends what is left, even if the thread comes to grief.
+struct Finish(Arc<Shared>);
+
+impl Drop for Finish {
+    fn drop(&mut self) {
+        self.0.finish();
+    }
+}
+
+impl IoThread {
+    /// Runs until [`Control::Shutdown`].
+    pub(super) fn run(self, runtime: Runtime) {
+        let finish = Finish(Arc::clone(&self.shared));
+        runtime.block_on(self.main());
+        // The resolver of the system cannot be interrupted; its thread ends by itself.
+        runtime.shutdown_background();
+        drop(finish);
+    }
+
+    async fn main(mut self) {
+        let mut tasks = JoinSet::new();
+        let strangers = Arc::new(Semaphore::new(STRANGERS_MAX));
+        // Dropped at the end, which is how strangers learn of it.
+        let (open, closed) = watch::channel(());
+        let mut log = Log::default();
+        let mut accept_from = Instant::now();
+        loop {
+            tokio::select! {
+                control = self.control.recv() => match control {
+                    Some(Control::Connect { peer, endpoint, deadline, commands }) => {
+                        let connection = Connection::new(Arc::clone(&self.shared), peer, commands);
+                        let own = self.preface(endpoint.nonce);
+                        tasks.spawn(connection.run_connecting(endpoint, own, deadline));
+                    }
+                    Some(Control::Shutdown) | None => break,
+                },
+                Some(_) = tasks.join_next() => {}
+                (permit, accepted) = accept(&self.listener, &strangers, accept_from) => match accepted {
+                    Ok(stream) => {
+                        let (shared, own) = (Arc::clone(&self.shared), self.preface([0; 16]));
+                        let mut closed = closed.clone();
+                        tasks.spawn(async move {
+                            let limit = shared.config.handshake_limit;
+                            let welcomed = tokio::select! {
+                                welcomed = timeout(limit, welcome(&shared, stream, own)) => welcomed,
+                                _ = closed.changed() => return,
+                            };
+                            match welcomed {
+                                Ok(Ok((connection, stream, granted))) => {
+                                    drop(permit);
+                                    connection.run_accepted(stream, own, granted).await;
+                                }
+                                Ok(Err(reason)) => tracing::debug!(%reason, "a connection was refused"),
+                                Err(_) => tracing::debug!("a connection did not say who it is"),
+                            }
+                        });
+                    }
+                    Err(error) => {
+                        log.warn(&error);
+                        drop(permit);
+                        if !matches!(error.kind(), io::ErrorKind::ConnectionAborted) {
+                            accept_from = Instant::now() + ACCEPT_PAUSE;
+                        }
+                    }
+                },
+            }
+        }
+        drop((self.listener, open));
+        self.shared.close_peers();
+        let farewell = async { while tasks.join_next().await.is_some() {} };
+        // Whatever should hang all the same ends with the set.
+        timeout(FAREWELL, farewell).await.ok();
+    }
+
+    fn preface(&self, expected: Nonce) -> Preface {
+        Preface { limits: self.shared.config.serve_limits(), nonce: self.nonce, expected }
+    }
+}
+
+/// Waits for a connection, once the time has come and there is room for one more stranger.
+async fn accept(
+    listener: &TcpListener,
+    strangers: &Arc<Semaphore>,
+    from: Instant,
+) -> (Option<OwnedSemaphorePermit>, io::Result<TcpStream>) {
+    sleep_until(from).await;
+    // The semaphore is never closed, so there always is a permit in the end.
+    let permit = Arc::clone(strangers).acquire_owned().await.ok();
+    (permit, listener.accept().await.map(|(stream, _)| stream))
+}
+
+/// Finds out who connected. Only one who knows our protocol and our address becomes a peer.
+async fn welcome(
+    shared: &Arc<Shared>,
+    mut stream: TcpStream,
+    own: Preface,
+) -> Result<(Connection, TcpStream, ServeLimits), LossReason> {
+    let fail = |error: io::Error| LossReason::Broken { kind: error.kind(), code: error.raw_os_error() };
+    stream.set_nodelay(true).map_err(fail)?;
+    let checked = match read_preface(&mut stream).await {
+        Ok(theirs) => check_nonce(theirs.expected, own.nonce).map(|()| theirs),
+        Err(reason) => Err(reason),
+    };
+    match checked {
+        Ok(theirs) => {
+            let (peer, commands) = shared.accepted().map_err(|_| LossReason::Closed)?;
+            Ok((Connection::new(Arc::clone(shared), peer, commands), stream, theirs.limits))
+        }
+        Err(reason) => {
+            // One of our kind, but of another version or looking for another life of us, learns from our preface
+            // what is wrong. It fits into the empty buffer of the socket. A real stranger learns nothing.
+            if matches!(reason, LossReason::Stranger(what) if what != NOT_OURS) {
+                stream.try_write(&own.encode()).ok();
+            }
+            Err(reason)
+        }
+    }
+}
+
+/// Says at most now and then that connections cannot be accepted.
+#[derive(Default)]
+struct Log {
+    last: Option<Instant>,
+    kept_back: u64,
+}
+
+impl Log {
+    fn warn(&mut self, error: &io::Error) {
+        let now = Instant::now();
+        if self.last.is_some_and(|last| now.saturating_duration_since(last) < LOG_PAUSE) {
+            self.kept_back += 1;
+            return;
+        }
+        tracing::warn!(%error, kept_back = self.kept_back, "cannot accept a connection");
+        (self.last, self.kept_back) = (Some(now), 0);
+    }
+}

@@ -1,0 +1,256 @@
+//! The reading side of a connection: operations, the requests they are cut into, and what comes back.
+//!
+//! Only the IO thread, and in it only the task that owns this value, writes to a destination. So an operation can
+//! end at once: its requests are *detached*, which drops their destination, and what still arrives for them is
+//! drained into a scratch buffer (rule T-3).
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::commands::{AcceptedRead, after};
+use super::config::{CHUNK_QUEUE_LIMIT, TcpConfig};
+use super::frame::{EndCode, Header, ServeLimits, encode_read};
+use super::plan::{Cursor, Plan};
+use super::shared::Shared;
+use super::spans::Spans;
+use crate::contract::{OpId, RangeSet, ReadOutcome};
+use crate::error::ReadError;
+use crate::memory::Memory;
+
+struct Op {
+    id: OpId,
+    serial: u64,
+    plan: Plan,
+    cursor: Cursor,
+    outstanding: usize,
+    arrived: Vec<(u64, u64)>,
+    deadline: Instant,
+    stall: std::time::Duration,
+    last_byte: Instant,
+}
+
+impl Op {
+    fn alarm(&self) -> Instant {
+        self.deadline.min(after(self.last_byte, self.stall))
+    }
+}
+
+/// Where the bytes of a chunk go.
+pub(super) struct Destination {
+    op: u64,
+    pub(super) memory: Memory,
+    pub(super) spans: Spans,
+}
+
+struct Chunk {
+    /// Gone once the operation has ended.
+    destination: Option<Destination>,
+    bytes: u32,
+    interval: (u64, u64),
+    data_seen: bool,
+}
+
+/// See the module.
+pub(super) struct Reads {
+    shared: Arc<Shared>,
+    ops: HashMap<u64, Op>,
+    by_id: HashMap<OpId, u64>,
+    /// Operations with something left to ask for. They take turns, so that a small one passes a large one.
+    ring: VecDeque<u64>,
+    chunks: HashMap<u64, Chunk>,
+    numbers: u64,
+    bytes_out: u64,
+    limits: Option<ServeLimits>,
+    /// No operation runs out before this.
+    alarm: Option<Instant>,
+}
+
+impl Reads {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        Self {
+            shared,
+            ops: HashMap::new(),
+            by_id: HashMap::new(),
+            ring: VecDeque::new(),
+            chunks: HashMap::new(),
+            numbers: 0,
+            bytes_out: 0,
+            limits: None,
+            alarm: None,
+        }
+    }
+
+    /// The connection stands: from now on reads are sent, within what both sides allow.
+    pub(super) fn open(&mut self, granted: ServeLimits) {
+        let TcpConfig { chunk_max_bytes, chunk_max_ranges, .. } = self.shared.config;
+        self.limits = Some(ServeLimits {
+            chunk_queue: granted.chunk_queue.min(CHUNK_QUEUE_LIMIT),
+            chunk_bytes: granted.chunk_bytes.min(chunk_max_bytes),
+            chunk_ranges: granted.chunk_ranges.min(chunk_max_ranges),
+        });
+    }
+
+    pub(super) fn add(&mut self, read: AcceptedRead) {
+        let AcceptedRead { op: id, serial, plan, submitted, limits } = read;
+        self.numbers += 1;
+        let number = self.numbers;
+        let op = Op {
+            id,
+            serial,
+            plan,
+            cursor: Cursor::default(),
+            outstanding: 0,
+            arrived: vec![],
+            deadline: after(submitted, limits.total),
+            stall: limits.stall,
+            last_byte: submitted,
+        };
+        self.alarm = Some(self.alarm.map_or(op.alarm(), |alarm| alarm.min(op.alarm())));
+        self.by_id.insert(id, number);
+        self.ops.insert(number, op);
+        self.ring.push_back(number);
+    }
+
+    pub(super) fn cancel(&mut self, id: OpId, serial: u64, out: &mut Vec<u8>) {
+        if let Some(number) = self.by_id.get(&id)
+            && self.ops.get(number).is_some_and(|op| op.serial == serial)
+        {
+            self.finish(*number, Err(ReadError::Cancelled), out);
+        }
+    }
+
+    /// When [`Reads::expire`] has to be called next, at the latest.
+    pub(super) fn alarm(&self) -> Option<Instant> {
+        self.alarm
+    }
+
+    /// Ends the operations whose time is over.
+    pub(super) fn expire(&mut self, now: Instant, out: &mut Vec<u8>) {
+        if self.alarm.is_none_or(|alarm| now < alarm) {
+            return;
+        }
+        let mut due: Vec<_> = self
+            .ops
+            .iter()
+            .filter(|(_, op)| op.alarm() <= now)
+            .map(|(number, op)| {
+                (*number, if op.deadline <= now { ReadError::TimedOut } else { ReadError::Stalled })
+            })
+            .collect();
+        due.sort_unstable_by_key(|(number, _)| *number);
+        for (number, error) in due {
+            self.finish(number, Err(error), out);
+        }
+        self.alarm = self.ops.values().map(Op::alarm).min();
+    }
+
+    /// Appends requests as far as the window allows.
+    pub(super) fn request(&mut self, out: &mut Vec<u8>) {
+        let Some(limits) = self.limits else { return };
+        let window = self.shared.config.bytes_in_flight_per_peer;
+        while self.chunks.len() < limits.chunk_queue as usize
+            && (self.chunks.is_empty() || self.bytes_out + u64::from(limits.chunk_bytes) <= window)
+            && let Some(number) = self.ring.pop_front()
+        {
+            let Some(op) = self.ops.get_mut(&number) else { continue };
+            let cut = op.plan.cut(&mut op.cursor, limits.chunk_bytes, limits.chunk_ranges as usize);
+            let Some(cut) = cut else { continue };
+            self.numbers += 1;
+            encode_read(out, self.numbers, number, cut.key, &cut.remote);
+            let bytes = cut.local.left() as u32;
+            let destination = Destination { op: number, memory: cut.memory, spans: cut.local };
+            self.bytes_out += u64::from(bytes);
+            op.outstanding += 1;
+            if !op.plan.is_cut(&op.cursor) {
+                self.ring.push_back(number);
+            }
+            let destination = Some(destination);
+            let chunk = Chunk { destination, bytes, interval: cut.interval, data_seen: false };
+            self.chunks.insert(self.numbers, chunk);
+        }
+    }
+
+    /// The header of a chunk's data came: may it?
+    pub(super) fn begin_data(&mut self, chunk: u64, len: u32) -> Result<(), &'static str> {
+        let chunk = self.chunks.get_mut(&chunk).ok_or("data that nobody asked for")?;
+        if chunk.data_seen {
+            return Err("the same data twice");
+        }
+        if chunk.bytes != len {
+            return Err("data of another length than asked for");
+        }
+        chunk.data_seen = true;
+        Ok(())
+    }
+
+    /// Where the chunk's bytes go; `None` means to the scratch buffer.
+    pub(super) fn destination(&mut self, chunk: u64) -> Option<&mut Destination> {
+        self.chunks.get_mut(&chunk)?.destination.as_mut()
+    }
+
+    /// Bytes of a chunk arrived in their place.
+    pub(super) fn received(&mut self, chunk: u64, bytes: u64, now: Instant) {
+        if let Some(destination) = self.chunks.get_mut(&chunk).and_then(|chunk| chunk.destination.as_mut()) {
+            destination.spans.advance(bytes);
+            if let Some(op) = self.ops.get_mut(&destination.op) {
+                op.last_byte = now;
+            }
+        }
+    }
+
+    /// A chunk ended.
+    pub(super) fn end(&mut self, number: u64, code: EndCode, out: &mut Vec<u8>) -> Result<(), &'static str> {
+        let chunk = self.chunks.remove(&number).ok_or("the end of a chunk that nobody asked for")?;
+        self.bytes_out -= u64::from(chunk.bytes);
+        if code == EndCode::Done && !chunk.data_seen {
+            return Err("the end of a chunk before its data");
+        }
+        let Some(Destination { op: number, .. }) = chunk.destination else { return Ok(()) };
+        let Some(op) = self.ops.get_mut(&number) else { return Ok(()) };
+        op.outstanding -= 1;
+        match code {
+            EndCode::Done => {
+                op.arrived.push(chunk.interval);
+                if op.outstanding == 0 && op.plan.is_cut(&op.cursor) {
+                    self.finish(number, Ok(()), out);
+                }
+            }
+            EndCode::UnknownKey => self.finish(number, Err(ReadError::UnknownKey), out),
+            EndCode::Range => self.finish(number, Err(ReadError::RemoteRange), out),
+            EndCode::Cancelled => return Err("a chunk cancelled that nobody cancelled"),
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self, number: u64, result: Result<(), ReadError>, out: &mut Vec<u8>) {
+        let Some(op) = self.ops.remove(&number) else { return };
+        self.by_id.remove(&op.id);
+        if op.outstanding > 0 {
+            self.detach(number);
+            out.extend_from_slice(&Header::Cancel { op: number }.encode());
+        }
+        let arrived = match result {
+            Ok(()) => RangeSet::all(op.plan.range_count()),
+            Err(_) => op.plan.arrived(op.arrived),
+        };
+        self.shared.complete(op.id, op.serial, ReadOutcome { result, arrived });
+    }
+
+    fn detach(&mut self, number: u64) {
+        for chunk in self.chunks.values_mut() {
+            if chunk.destination.as_ref().is_some_and(|destination| destination.op == number) {
+                chunk.destination = None;
+            }
+        }
+    }
+
+    /// The connection is gone: what arrived of each operation, which ends now.
+    pub(super) fn abandon(&mut self) -> HashMap<OpId, RangeSet> {
+        self.chunks.clear();
+        self.ring.clear();
+        self.by_id.clear();
+        self.ops.drain().map(|(_, op)| (op.id, op.plan.arrived(op.arrived))).collect()
+    }
+}

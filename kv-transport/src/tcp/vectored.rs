@@ -1,0 +1,67 @@
+//! The system calls that move KV bytes straight between a socket and registered memory.
+#![allow(unsafe_code)] // Slices over raw KV memory are made here and nowhere else; each block states its reason.
+
+use std::io::{self, IoSlice, IoSliceMut};
+
+use tokio::net::TcpStream;
+
+use super::spans::Spans;
+use crate::memory::Memory;
+
+/// Most pieces in one call. The system takes 1024; beyond some dozens there is nothing left to gain.
+const PIECES_MAX: usize = 256;
+
+/// Receives into the spans and, when they are full, into `tail`. Returns the bytes received in all.
+pub(super) fn receive(
+    stream: &TcpStream,
+    into: Option<(&Memory, &Spans)>,
+    tail: &mut [u8],
+) -> io::Result<usize> {
+    let mut pieces = Vec::with_capacity(into.map_or(0, |(_, spans)| spans.pieces()).min(PIECES_MAX) + 1);
+    let mut whole = true;
+    if let Some((memory, spans)) = into {
+        whole = spans.pieces() <= PIECES_MAX;
+        for (offset, len) in spans.rest().take(PIECES_MAX) {
+            let base = checked(memory, offset, len)?;
+            // SAFETY: `checked` found the bytes inside the memory, which the caller's borrow keeps alive. They are
+            // the destination of a read: its region's owner has given them to this transport until the
+            // completion, and the spans of one read were checked not to overlap, so that nobody else, and no
+            // other slice of this list, refers to them. The slice ends with this function.
+            let piece = unsafe { std::slice::from_raw_parts_mut(base, len as usize) };
+            pieces.push(IoSliceMut::new(piece));
+        }
+    }
+    if whole {
+        pieces.push(IoSliceMut::new(tail));
+    }
+    stream.try_read_vectored(&mut pieces)
+}
+
+/// Sends `heads`, then the spans. Returns the bytes sent in all.
+pub(super) fn send<'a>(
+    stream: &TcpStream,
+    heads: impl Iterator<Item = &'a [u8]>,
+    from: Option<(&Memory, &Spans)>,
+) -> io::Result<usize> {
+    let mut pieces: Vec<IoSlice<'_>> = heads.take(PIECES_MAX).map(IoSlice::new).collect();
+    if let Some((memory, spans)) = from {
+        let room = PIECES_MAX.saturating_sub(pieces.len());
+        for (offset, len) in spans.rest().take(room) {
+            let base = checked(memory, offset, len)?;
+            // SAFETY: `checked` found the bytes inside the memory, which the caller's borrow keeps alive, and
+            // `Memory` is initialised. They are the source of a read: who owns the blocks keeps others from
+            // writing them while their lease lasts. The slice ends with this function; only the system reads it.
+            let piece = unsafe { std::slice::from_raw_parts(base, len as usize) };
+            pieces.push(IoSlice::new(piece));
+        }
+    }
+    stream.try_write_vectored(&pieces)
+}
+
+/// First byte of a span, if the span lies inside the memory.
+fn checked(memory: &Memory, offset: u64, len: u32) -> io::Result<*mut u8> {
+    if !memory.contains(offset, u64::from(len)) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    Ok(memory.base().wrapping_add(offset as usize))
+}

@@ -1,0 +1,11 @@
+//! The tcp transport against the rules of the contract, against misuse, and against peers that misbehave.
+//!
+//! Misbehaving peers are plain sockets that speak the protocol by hand, so that these tests also pin the wire format.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A failed step is a failed test.
+
+mod faults;
+mod misuse;
+mod names;
+mod rules;
+mod strangers;
+mod support;

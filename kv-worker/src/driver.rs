@@ -1,0 +1,332 @@
+//! The driver: one thread that feeds the machine with facts and carries out its decisions.
+//!
+//! It owns the clock, the transport's events and the handshakes in progress. The engine's calls only put a plan
+//! into its queue and take a report out; they never wait for it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use kv_proto::handshake::{EngineCard, Query};
+use kv_proto::message::WorkerMessage;
+use kv_proto::{Fingerprint, LoadFailure, LoadId, Moment, PeerLocator, Plan, Report};
+use kv_transport::{Event, OpId, PeerId, ReadError, ReadLimits, ReadRequest, Transport};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tracing::{debug, warn};
+
+use crate::machine::io::{Decision, Fact, Failure, LinkId};
+use crate::machine::peers::Peers;
+use crate::machine::worker::{WorkerMachine, WorkerStats};
+
+/// Most handshakes in progress at once; each has a thread of its own, since looking up a host can block.
+const HANDSHAKES_MAX: usize = 256;
+
+/// Most events taken before deadlines are looked at.
+const EVENTS_PER_TURN: usize = 1024;
+
+/// Shakes hands with a producer's scheduler process.
+///
+/// The driver calls it on a thread of its own per handshake, so it may block, but must return within `limit`.
+pub trait Dial: Send + Sync {
+    /// Asks `query` of the engine at `peer`, and returns what it says of itself, checked against `ours` and
+    /// against the engine and life wanted.
+    fn dial(
+        &self,
+        peer: &PeerLocator,
+        query: Query,
+        ours: &Fingerprint,
+        limit: Duration,
+    ) -> Result<EngineCard, Failure>;
+}
+
+/// What the engine's calls and the driver share.
+pub(crate) struct Shared {
+    report: Mutex<Report>,
+    stats: Mutex<WorkerStats>,
+    ready: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Shared {
+    pub(crate) fn new(report: Report, ready: Box<dyn Fn() + Send + Sync>) -> Self {
+        Self { report: Mutex::new(report), stats: Mutex::new(WorkerStats::default()), ready }
+    }
+
+    /// What has ended since the last call, if anything has.
+    pub(crate) fn take_report(&self) -> Option<Report> {
+        let mut report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
+        if report.is_empty() {
+            return None;
+        }
+        let rank = report.rank;
+        Some(std::mem::replace(&mut *report, Report::new(rank)))
+    }
+
+    pub(crate) fn stats(&self) -> WorkerStats {
+        *self.stats.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn publish(&self, new: Report, stats: WorkerStats) {
+        *self.stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
+        if new.is_empty() {
+            return;
+        }
+        let first = {
+            let mut report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
+            let first = report.is_empty();
+            report.leases.extend(new.leases);
+            report.loads.extend(new.loads);
+            first
+        };
+        if first {
+            (self.ready)();
+        }
+    }
+}
+
+/// What the engine's calls put into the driver's queue.
+pub(crate) enum Command {
+    Plan(Plan),
+    Shutdown { limit: Duration },
+}
+
+pub(crate) struct Driver {
+    pub(crate) machine: WorkerMachine,
+    pub(crate) transport: Arc<dyn Transport>,
+    pub(crate) dialler: Arc<dyn Dial>,
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) shared: Arc<Shared>,
+}
+
+type DialEnd = (Arc<PeerLocator>, Result<EngineCard, Failure>);
+
+struct Running {
+    driver: Driver,
+    started: Instant,
+    facts: VecDeque<Fact>,
+    decisions: Vec<Decision>,
+    dials: JoinSet<DialEnd>,
+    links: BTreeMap<LinkId, PeerId>,
+    names: BTreeMap<PeerId, LinkId>,
+    next_accepted: u64,
+}
+
+impl Driver {
+    /// Runs until told to shut down, or until every handle is gone.
+    pub(crate) fn run(self, runtime: &tokio::runtime::Runtime, commands: mpsc::UnboundedReceiver<Command>) {
+        let running = Running {
+            driver: self,
+            started: Instant::now(),
+            facts: VecDeque::new(),
+            decisions: Vec::new(),
+            dials: JoinSet::new(),
+            links: BTreeMap::new(),
+            names: BTreeMap::new(),
+            next_accepted: 0,
+        };
+        runtime.block_on(running.run(commands));
+    }
+
+    /// The runtime that a driver runs on.
+    pub(crate) fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .max_blocking_threads(HANDSHAKES_MAX)
+            .thread_name("kv-handshake")
+            .build()
+    }
+}
+
+impl Running {
+    fn now(&self) -> Moment {
+        Moment::from_start(self.started.elapsed())
+    }
+
+    async fn run(mut self, mut commands: mpsc::UnboundedReceiver<Command>) {
+        let transport = self.driver.transport.clone();
+        loop {
+            let wake = self.driver.machine.next_deadline().map_or_else(
+                || self.started + Duration::from_secs(365 * 86_400),
+                |at| self.started + at.since_start(),
+            );
+            tokio::select! {
+                command = commands.recv() => match command {
+                    Some(Command::Plan(plan)) => self.take(Fact::PlanTaken(plan)),
+                    Some(Command::Shutdown { limit }) => return self.shut_down(limit).await,
+                    None => return self.shut_down(Duration::from_secs(1)).await,
+                },
+                event = transport.next_event() => match event {
+                    Some(event) => self.event(event),
+                    None => {
+                        warn!(transport = transport.name(), "transport closed under the worker");
+                        return self.shut_down(Duration::ZERO).await;
+                    }
+                },
+                Some(ended) = self.dials.join_next() => match ended {
+                    Ok((peer, result)) => {
+                        self.take(Fact::HandshakeEnded { peer, result: result.map(Box::new) });
+                    }
+                    // The machine's own limit on the handshake ends it.
+                    Err(error) => warn!(%error, "a handshake's thread failed"),
+                },
+                () = tokio::time::sleep_until(wake.into()) => {
+                    // First everything that has arrived, then the deadlines.
+                    for _ in 0..EVENTS_PER_TURN {
+                        match tokio::time::timeout(Duration::ZERO, transport.next_event()).await {
+                            Ok(Some(event)) => self.event(event),
+                            Ok(None) | Err(_) => break,
+                        }
+                    }
+                    // The machine must have taken them, or a deadline would beat an answer that is here.
+                    self.settle();
+                    let now = self.now();
+                    self.driver.machine.time_passed(now, &mut self.decisions);
+                }
+            }
+            self.settle();
+        }
+    }
+
+    fn take(&mut self, fact: Fact) {
+        self.facts.push_back(fact);
+    }
+
+    /// Hands facts to the machine and carries out what it decides, until there is nothing left of either.
+    fn settle(&mut self) {
+        loop {
+            for decision in std::mem::take(&mut self.decisions) {
+                self.carry_out(decision);
+            }
+            let Some(fact) = self.facts.pop_front() else { break };
+            let now = self.now();
+            self.driver.machine.take(now, fact, &mut self.decisions);
+        }
+        let report = self.driver.machine.take_report();
+        self.driver.shared.publish(report, self.driver.machine.stats());
+    }
+
+    fn event(&mut self, event: Event) {
+        match event {
+            Event::Connected { peer } => {
+                if let Some(link) = self.names.get(&peer).copied() {
+                    self.take(Fact::LinkConnected { link });
+                }
+            }
+            Event::Accepted { peer } => {
+                let link = LinkId::Accepted(self.next_accepted);
+                self.next_accepted += 1;
+                self.links.insert(link, peer);
+                self.names.insert(peer, link);
+                self.take(Fact::LinkAccepted { link });
+            }
+            Event::Message { peer, bytes } => {
+                if let Some(link) = self.names.get(&peer).copied() {
+                    self.take(Fact::MessageArrived { link, message: WorkerMessage::decode(&bytes) });
+                }
+            }
+            Event::ReadCompleted { op, outcome } => {
+                let result = outcome.result.map_err(|e| read_failure(&e));
+                self.take(Fact::ReadEnded { load: LoadId(op.0), result });
+            }
+            Event::PeerLost { peer, reason } => {
+                if let Some(link) = self.names.remove(&peer) {
+                    self.links.remove(&link);
+                    debug!(?link, %reason, "connection lost");
+                    self.take(Fact::LinkLost { link, detail: reason.to_string() });
+                }
+            }
+        }
+    }
+
+    fn carry_out(&mut self, decision: Decision) {
+        match decision {
+            Decision::ShakeHands { peer } => self.shake_hands(peer),
+            Decision::Connect { link, address } => {
+                let limit = self.driver.machine.config().limits.connect;
+                match self.driver.transport.connect(&address, limit) {
+                    Ok(peer) => {
+                        self.links.insert(link, peer);
+                        self.names.insert(peer, link);
+                    }
+                    Err(error) => self.take(Fact::LinkLost { link, detail: error.to_string() }),
+                }
+            }
+            Decision::Disconnect { link } => {
+                // Its loss is not news to the machine, so the name goes at once.
+                if let Some(peer) = self.links.remove(&link) {
+                    self.names.remove(&peer);
+                    if let Err(error) = self.driver.transport.disconnect(peer) {
+                        debug!(?link, %error, "connection was gone already");
+                    }
+                }
+            }
+            Decision::Send { link, message } => self.send(link, &message),
+            Decision::Read { load, link, parts } => {
+                let limits = self.driver.machine.config().limits;
+                let limits = ReadLimits { total: limits.read, stall: limits.stall };
+                let refused = match self.links.get(&link) {
+                    None => Some(Failure::new(LoadFailure::PeerLost, "the connection is gone")),
+                    Some(peer) => {
+                        let request = ReadRequest { op: OpId(load.0), peer: *peer, parts, limits };
+                        let refused = self.driver.transport.read(request).err();
+                        refused.map(|e| Failure::new(LoadFailure::ReadRefused, e.to_string()))
+                    }
+                };
+                if let Some(failure) = refused {
+                    self.take(Fact::ReadEnded { load, result: Err(failure) });
+                }
+            }
+            Decision::CancelRead { load } => self.driver.transport.cancel(OpId(load.0)),
+        }
+    }
+
+    fn send(&mut self, link: LinkId, message: &WorkerMessage) {
+        let Some(peer) = self.links.get(&link).copied() else { return };
+        let sent = match message.encode() {
+            Ok(bytes) => self.driver.transport.send(peer, bytes).map_err(|e| e.to_string()),
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(error) = sent {
+            // A message may always be lost with its connection; who waits for its answer has a deadline.
+            warn!(?link, error, "message not sent");
+        }
+    }
+
+    fn shake_hands(&mut self, peer: Arc<PeerLocator>) {
+        let dialler = self.driver.dialler.clone();
+        let fingerprint = self.driver.fingerprint.clone();
+        let config = self.driver.machine.config();
+        let query = Peers::query(config, &peer);
+        let limit = config.limits.handshake;
+        self.dials.spawn_blocking(move || {
+            let result = dialler.dial(&peer, query, &fingerprint, limit);
+            (peer, result)
+        });
+    }
+
+    /// Ends the transport, hears the last of it, and reports what ended.
+    async fn shut_down(mut self, limit: Duration) {
+        self.settle();
+        let transport = self.driver.transport.clone();
+        let until = tokio::time::Instant::now() + limit;
+        let drained = async {
+            while let Some(event) = transport.next_event().await {
+                self.event(event);
+                self.settle();
+            }
+        };
+        let (_, _) = tokio::join!(transport.shutdown(limit), tokio::time::timeout_at(until, drained));
+        self.dials.abort_all();
+    }
+}
+
+fn read_failure(error: &ReadError) -> Failure {
+    let reason = match error {
+        ReadError::Cancelled => LoadFailure::Cancelled,
+        ReadError::TimedOut | ReadError::Stalled => LoadFailure::ReadTimedOut,
+        ReadError::PeerLost(_) => LoadFailure::PeerLost,
+        ReadError::Closed => LoadFailure::Closed,
+        _ => LoadFailure::ReadFailed,
+    };
+    Failure::new(reason, error.to_string())
+}

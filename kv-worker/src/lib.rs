@@ -1,0 +1,13 @@
+#![doc = include_str!("../README.md")]
+
+pub mod config;
+mod driver;
+pub mod machine;
+pub mod ranges;
+pub mod worker;
+
+pub use config::{WorkerConfig, WorkerConfigError, WorkerLimits};
+pub use driver::Dial;
+pub use machine::io::Failure;
+pub use machine::worker::WorkerStats;
+pub use worker::{Worker, WorkerError, WorkerParts};

@@ -1,0 +1,123 @@
+//! What the worker's machine is told and what it decides: its whole surface towards the driver.
+
+use std::sync::Arc;
+
+use kv_proto::handshake::EngineCard;
+use kv_proto::message::WorkerMessage;
+use kv_proto::{CodecError, LoadFailure, LoadId, PeerLocator, Plan};
+use kv_transport::{Address, ReadPart};
+use thiserror::Error;
+
+/// A connection, named by the machine that wanted it or by the driver that accepted it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum LinkId {
+    /// To a producer; numbered by the machine.
+    Dialled(u64),
+    /// From a consumer; numbered by the driver, never twice the same.
+    Accepted(u64),
+}
+
+/// Why something that the driver was asked to do failed.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{detail}")]
+pub struct Failure {
+    /// The counter that it belongs to.
+    pub reason: LoadFailure,
+    /// For a person: who, both values, the native code.
+    pub detail: String,
+}
+
+impl Failure {
+    /// A failure with its words.
+    pub fn new(reason: LoadFailure, detail: impl Into<String>) -> Self {
+        Self { reason, detail: detail.into() }
+    }
+}
+
+/// Something that happened.
+#[derive(Debug, Clone)]
+pub enum Fact {
+    /// The engine's scheduler half sent a plan.
+    PlanTaken(Plan),
+    /// A handshake ended.
+    HandshakeEnded {
+        /// With whom.
+        peer: Arc<PeerLocator>,
+        /// What the producer says of itself, checked; or why there is no answer.
+        result: Result<Box<EngineCard>, Failure>,
+    },
+    /// A connection that was asked for stands.
+    LinkConnected {
+        /// Which one.
+        link: LinkId,
+    },
+    /// A consumer connected.
+    LinkAccepted {
+        /// Its new name.
+        link: LinkId,
+    },
+    /// A connection is gone, or was never made. The ends of its reads were told before.
+    LinkLost {
+        /// Which one.
+        link: LinkId,
+        /// For a person: why.
+        detail: String,
+    },
+    /// A message arrived.
+    MessageArrived {
+        /// Over which connection.
+        link: LinkId,
+        /// What it says, if it could be understood.
+        message: Result<WorkerMessage, CodecError>,
+    },
+    /// A read ended: nothing writes its destination any more.
+    ReadEnded {
+        /// The load that it was for.
+        load: LoadId,
+        /// Whether every byte arrived.
+        result: Result<(), Failure>,
+    },
+}
+
+/// Something to be done by the driver. None of it is waited for; what comes of it is a later [`Fact`].
+#[derive(Debug, Clone)]
+pub enum Decision {
+    /// Shake hands with a producer.
+    ShakeHands {
+        /// Whom.
+        peer: Arc<PeerLocator>,
+    },
+    /// Connect to a producer's worker.
+    Connect {
+        /// The connection's name from now on.
+        link: LinkId,
+        /// Where.
+        address: Address,
+    },
+    /// Let go of a connection. [`Fact::LinkLost`] is not needed for it, and does no harm.
+    Disconnect {
+        /// Which one.
+        link: LinkId,
+    },
+    /// Send a message. It may be lost with its connection.
+    Send {
+        /// Over which connection.
+        link: LinkId,
+        /// What.
+        message: WorkerMessage,
+    },
+    /// Read. [`Fact::ReadEnded`] follows, whatever happens.
+    Read {
+        /// For which load.
+        load: LoadId,
+        /// Over which connection.
+        link: LinkId,
+        /// What.
+        parts: Vec<ReadPart>,
+    },
+    /// Let a read end early. Its [`Fact::ReadEnded`] still follows.
+    CancelRead {
+        /// For which load.
+        load: LoadId,
+    },
+}

@@ -1,0 +1,187 @@
+use super::*;
+
+const TERMS: LeaseTerms = LeaseTerms { ttl_ms: 1_000, renewal_ms: 800, max_ms: 3_000 };
+const L: LeaseId = LeaseId(7);
+
+fn at(ms: u64) -> Moment {
+    Moment::START + Duration::from_millis(ms)
+}
+
+fn ledger() -> Ledger {
+    Ledger::new(Duration::from_secs(60))
+}
+
+fn granted() -> Ledger {
+    let mut ledger = ledger();
+    ledger.announce(L);
+    ledger.grant(at(0), L, TERMS);
+    ledger
+}
+
+fn reader(life: u64, rank: u32) -> Reader {
+    Reader { incarnation: Incarnation::from_random(life), rank: Rank(rank) }
+}
+
+fn done(reader: Reader, attempt: u64, expected: u32) -> ReaderEnding {
+    ReaderEnding { reader, attempt: Attempt(attempt), ending: Ending::ReadDone, expected }
+}
+
+fn released(reader: Reader, attempt: u64, expected: u32) -> ReaderEnding {
+    ReaderEnding { ending: Ending::Released, ..done(reader, attempt, expected) }
+}
+
+#[test]
+fn p1_a_held_lease_confirms_and_ends() {
+    let mut ledger = granted();
+    assert_eq!(ledger.ending(at(10), L, done(reader(1, 0), 5, 1)), Some(Answer::Confirmed));
+    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Confirmed)]);
+    assert_eq!(ledger.stats().confirmed, 1);
+}
+
+#[test]
+fn p1_an_expired_or_unknown_lease_lapses() {
+    let mut ledger = granted();
+    ledger.time_passed(at(1_000));
+    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Expired)]);
+    assert_eq!(ledger.ending(at(1_000), L, done(reader(1, 0), 5, 1)), Some(Answer::Lapsed));
+    assert_eq!(ledger.ending(at(1_000), LeaseId(99), done(reader(1, 0), 5, 1)), Some(Answer::Lapsed));
+    assert!(ledger.take_ended().is_empty(), "an end is reported once");
+}
+
+#[test]
+fn r015_what_arrived_in_time_counts_although_it_is_looked_at_late() {
+    let mut ledger = granted();
+    assert_eq!(ledger.ending(at(1_500), L, done(reader(1, 0), 5, 1)), Some(Answer::Confirmed));
+    ledger.time_passed(at(1_500));
+    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Confirmed)]);
+}
+
+#[test]
+fn p2_a_repeated_read_done_gets_the_same_answer_and_another_load_does_not() {
+    let mut ledger = granted();
+    let first = done(reader(1, 0), 5, 1);
+    assert_eq!(ledger.ending(at(10), L, first), Some(Answer::Confirmed));
+    assert_eq!(ledger.ending(at(20), L, first), Some(Answer::Confirmed));
+    assert_eq!(ledger.ending(at(30), L, done(reader(1, 0), 6, 1)), Some(Answer::Lapsed), "another load");
+    assert_eq!(ledger.ending(at(30), L, done(reader(2, 0), 5, 1)), Some(Answer::Lapsed), "another life");
+    assert_eq!(ledger.take_ended().len(), 1);
+}
+
+#[test]
+fn p2_readers_are_a_set_and_not_a_number() {
+    let mut ledger = granted();
+    let zero = done(reader(1, 0), 5, 2);
+    for _ in 0..3 {
+        assert_eq!(ledger.ending(at(10), L, zero), Some(Answer::Confirmed));
+    }
+    assert!(ledger.take_ended().is_empty(), "the other reader has not ended");
+    ledger.ending(at(20), L, released(reader(1, 1), 5, 2));
+    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Released)]);
+    assert_eq!(ledger.ending(at(30), L, zero), Some(Answer::Confirmed), "what was confirmed stays so");
+}
+
+#[test]
+fn p2_readers_of_two_consumers_do_not_add_up() {
+    let mut ledger = granted();
+    ledger.ending(at(10), L, done(reader(1, 0), 5, 2));
+    ledger.ending(at(11), L, done(reader(2, 1), 5, 2));
+    assert!(ledger.take_ended().is_empty());
+}
+
+#[test]
+fn p5_an_early_end_waits_with_the_request_and_is_matched() {
+    let mut ledger = ledger();
+    ledger.announce(L);
+    assert_eq!(ledger.ending(at(1), L, done(reader(1, 0), 5, 1)), None);
+    assert_eq!(ledger.ending(at(2), L, done(reader(1, 0), 5, 1)), None, "repeated: kept once");
+    ledger.grant(at(3), L, TERMS);
+    let answer =
+        LateAnswer { reader: reader(1, 0), lease: L, attempt: Attempt(5), answer: Answer::Confirmed };
+    assert_eq!(ledger.take_late_answers(), [answer]);
+    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Confirmed)]);
+}
+
+#[test]
+fn p5_an_early_release_ends_the_lease_when_it_is_granted() {
+    let mut ledger = ledger();
+    ledger.announce(L);
+    assert_eq!(ledger.ending(at(1), L, released(reader(1, 0), 0, 1)), None);
+    ledger.grant(at(3), L, TERMS);
+    assert!(ledger.take_late_answers().is_empty());
+    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Released)]);
+}
+
+#[test]
+fn a_forgotten_request_answers_lapsed_to_early_and_late_enders_and_is_gone_later() {
+    let mut ledger = ledger();
+    ledger.announce(L);
+    ledger.ending(at(1), L, done(reader(1, 0), 5, 1));
+    ledger.forget(at(2), L);
+    assert_eq!(ledger.take_late_answers()[0].answer, Answer::Lapsed);
+    assert!(ledger.take_ended().is_empty(), "what was never granted has no end to report");
+    assert_eq!(ledger.ending(at(3), L, done(reader(1, 1), 5, 1)), Some(Answer::Lapsed));
+    ledger.time_passed(at(100_000));
+    assert!(ledger.is_empty());
+    assert_eq!(ledger.next_deadline(), None);
+}
+
+#[test]
+fn renewals_extend_never_shorten_and_have_a_maximum() {
+    let mut ledger = granted();
+    assert!(ledger.renew(at(100), &[L]).is_empty());
+    assert_eq!(ledger.next_deadline(), Some(at(1_000)), "900 would be shorter");
+    ledger.renew(at(900), &[L]);
+    assert_eq!(ledger.next_deadline(), Some(at(1_700)));
+    ledger.renew(at(2_900), &[L]);
+    assert_eq!(ledger.next_deadline(), Some(at(3_000)), "the maximum");
+    ledger.time_passed(at(3_000));
+    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Expired)]);
+    assert_eq!(ledger.renew(at(3_001), &[L, LeaseId(8)]), [L, LeaseId(8)], "both get a definite negative");
+}
+
+#[test]
+fn a_renewal_for_a_request_still_being_computed_is_no_negative() {
+    let mut ledger = ledger();
+    ledger.announce(L);
+    assert!(ledger.renew(at(1), &[L]).is_empty());
+}
+
+#[test]
+fn a_second_grant_changes_nothing() {
+    let mut ledger = granted();
+    ledger.grant(at(900), L, TERMS);
+    assert_eq!(ledger.next_deadline(), Some(at(1_000)));
+    ledger.ending(at(950), L, released(reader(1, 0), 0, 1));
+    ledger.grant(at(960), L, TERMS);
+    assert_eq!(ledger.take_ended().len(), 1, "an ended lease is not granted again");
+}
+
+#[test]
+fn the_reaper_does_not_stop_at_the_first_live_entry() {
+    let mut ledger = ledger();
+    for id in [1, 2, 3] {
+        ledger.announce(LeaseId(id));
+        ledger.grant(at(0), LeaseId(id), TERMS);
+    }
+    ledger.renew(at(500), &[LeaseId(1)]);
+    ledger.time_passed(at(1_100));
+    let ended: Vec<LeaseId> = ledger.take_ended().into_iter().map(|(lease, _)| lease).collect();
+    assert_eq!(ended, [LeaseId(2), LeaseId(3)]);
+}
+
+#[test]
+fn endings_are_bounded_whatever_strangers_send() {
+    let mut ledger = ledger();
+    ledger.announce(L);
+    for n in 0..1_000 {
+        ledger.ending(at(1), L, done(reader(n, 0), n, 1));
+    }
+    ledger.grant(at(2), L, TERMS);
+    assert!(ledger.take_late_answers().len() <= EARLY_MAX);
+    let mut ledger = granted();
+    for n in 0..1_000 {
+        ledger.ending(at(1), L, done(reader(n, 0), n, 2));
+    }
+    let Some(Lease::Held { ends, .. }) = ledger.leases.get(&L) else { panic!("held") };
+    assert_eq!(ends.len(), READERS_MAX);
+}

@@ -1,0 +1,426 @@
+//! The consumer's pulls: this rank's parts of loads, from the order to the one end that is reported.
+//!
+//! ```text
+//!  Waiting ──peer ready──► Reading ──every byte here──► Confirming ──Confirmed──► Loaded
+//!     │                       │                             └──Lapsed, no answer──► Failed
+//!     └──peer failed, ────────┴──failed, cancelled──► Failed
+//!        late, cancelled         (reported when the transport is quiet, not before)
+//! ```
+//!
+//! *Read, then ask*: what was read counts only when the producer has confirmed, after the last byte, that the lease
+//! held all the while.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use kv_proto::message::WorkerMessage;
+use kv_proto::{
+    Attempt, BlockLayout, ConsumerOrder, GroupBlocks, LeaseId, LeaseRef, LoadFailure, LoadId, LoadStats,
+    Moment, PeerLocator, Plan, PullEnd, ReleaseReason, Timers,
+};
+use kv_transport::RegionId;
+
+use crate::config::WorkerConfig;
+use crate::machine::io::{Decision, Failure};
+use crate::machine::peers::{Change, Peers, Standing};
+use crate::ranges::{Side, read_parts};
+
+#[derive(Debug, Clone)]
+enum State {
+    /// For its peer.
+    Waiting { groups: Vec<GroupBlocks>, until: Moment },
+    /// The transport owns the destination. `doomed` is why the result no longer counts.
+    Reading { stats: LoadStats, until: Moment, doomed: Option<Failure> },
+    /// Every byte is here; the producer is asked.
+    Confirming { stats: LoadStats, read_at: Moment, until: Moment, repeat_at: Moment },
+}
+
+#[derive(Debug, Clone)]
+struct Pull {
+    lease: LeaseId,
+    peer: Arc<PeerLocator>,
+    ordered_at: Moment,
+    state: State,
+}
+
+/// Where this rank's blocks lie, and what the transport calls its memories.
+#[derive(Debug, Clone)]
+pub struct LocalMemory {
+    /// The layout.
+    pub layout: BlockLayout,
+    /// Regions by memory index.
+    pub regions: Vec<RegionId>,
+}
+
+/// The machine.
+#[derive(Debug, Clone)]
+pub struct Pulls {
+    peers: Peers,
+    /// The lowest load never seen: loads are ordered in the order of their ids, and each once.
+    next: u64,
+    pulls: BTreeMap<LoadId, Pull>,
+    timers: Timers<LoadId>,
+    ended: Vec<(LoadId, PullEnd)>,
+}
+
+impl Pulls {
+    /// Without pulls, over peers.
+    pub fn new(peers: Peers) -> Self {
+        Self { peers, next: 0, pulls: BTreeMap::new(), timers: Timers::default(), ended: Vec::new() }
+    }
+
+    /// The producers known.
+    pub fn peers(&self) -> &Peers {
+        &self.peers
+    }
+
+    /// Pulls that have not ended.
+    pub fn len(&self) -> usize {
+        self.pulls.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.pulls.is_empty()
+    }
+
+    /// When [`Pulls::time_passed`] wants to be called.
+    pub fn next_deadline(&self) -> Option<Moment> {
+        [self.peers.next_deadline(), self.timers.next()].into_iter().flatten().min()
+    }
+
+    /// Ends since the last call, for the report.
+    pub fn take_ended(&mut self) -> Vec<(LoadId, PullEnd)> {
+        std::mem::take(&mut self.ended)
+    }
+
+    fn set(&mut self, load: LoadId, at: Moment) {
+        self.timers.set(at, load);
+    }
+
+    /// Takes the consumer's part of a plan.
+    pub fn plan_taken(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        local: &LocalMemory,
+        plan: Plan,
+        out: &mut Vec<Decision>,
+    ) {
+        for order in plan.consumer {
+            match order {
+                ConsumerOrder::Track { lease, peer } => {
+                    self.peers.track(now, config, &peer, lease.lease, out);
+                }
+                ConsumerOrder::Load { load, lease, peer, groups } => {
+                    self.load(now, config, local, load, lease, &peer, groups, out);
+                }
+                ConsumerOrder::Release { lease, peer, reason } => {
+                    self.peers.release(now, config, &peer, lease.lease, Attempt(0), reason, out);
+                }
+                ConsumerOrder::Cancel { load } => self.cancel(now, config, load, out),
+                _ => {}
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)] // The order's own parts, with time, configuration and output.
+    fn load(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        local: &LocalMemory,
+        load: LoadId,
+        lease: LeaseRef,
+        peer: &PeerLocator,
+        groups: Vec<GroupBlocks>,
+        out: &mut Vec<Decision>,
+    ) {
+        // A repeated order must not write into blocks that were given back when the load ended.
+        if load.0 < self.next {
+            return;
+        }
+        self.next = load.0.saturating_add(1);
+        let key = self.peers.acquire(now, config, peer, out);
+        self.peers.track(now, config, peer, lease.lease, out);
+        let until = now + config.limits.peer_wait;
+        let state = State::Waiting { groups, until };
+        self.set(load, until);
+        self.pulls.insert(load, Pull { lease: lease.lease, peer: key, ordered_at: now, state });
+        self.begin(now, config, local, load, out);
+    }
+
+    /// Starts to read if the peer is ready, fails if it failed.
+    fn begin(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        local: &LocalMemory,
+        load: LoadId,
+        out: &mut Vec<Decision>,
+    ) {
+        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let State::Waiting { groups, until } = &pull.state else { return };
+        let waited_until = *until;
+        let (link, parts) = match self.peers.standing(&pull.peer) {
+            Standing::Pending => return,
+            Standing::Failed(failure) => {
+                let failure = failure.clone();
+                return self.fail(now, config, load, failure, out);
+            }
+            Standing::Ready(link, remote) => {
+                let ours = Side { layout: &local.layout, memories: &local.regions };
+                let theirs = Side { layout: &remote.layout, memories: &remote.keys };
+                (link, read_parts(ours, theirs, groups))
+            }
+        };
+        let parts = match parts {
+            Ok(parts) => parts,
+            Err(error) => {
+                let failure = Failure::new(LoadFailure::BadBlocks, error.to_string());
+                return self.fail(now, config, load, failure, out);
+            }
+        };
+        let ranges = parts.iter().flat_map(|part| &part.ranges);
+        let stats = LoadStats {
+            bytes: ranges.clone().map(|r| r.len).sum(),
+            ranges: ranges.count() as u64,
+            ..LoadStats::default()
+        };
+        // The transport ends the read within its own limit; this one is for a transport that does not.
+        let until = now + config.limits.read + config.limits.stall;
+        pull.state = State::Reading { stats, until, doomed: None };
+        self.timers.clear(waited_until, load);
+        self.set(load, until);
+        if stats.bytes == 0 {
+            return self.read_ended(now, config, load, Ok(()), out);
+        }
+        out.push(Decision::Read { load, link, parts });
+    }
+
+    /// Ends a pull badly, and tells the producer if it can be told. Only to be called when the destination is
+    /// quiet.
+    fn fail(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        load: LoadId,
+        failure: Failure,
+        out: &mut Vec<Decision>,
+    ) {
+        let Some(pull) = self.end(load) else { return };
+        if failure.reason != LoadFailure::Lapsed && !self.is_shared(&pull) {
+            let reason = match failure.reason {
+                LoadFailure::Cancelled => ReleaseReason::Aborted,
+                _ => ReleaseReason::LoadFailed,
+            };
+            self.peers.release(now, config, &pull.peer, pull.lease, Attempt(load.0), reason, out);
+        }
+        self.ended.push((load, PullEnd::Failed { reason: failure.reason, detail: failure.detail }));
+    }
+
+    fn end(&mut self, load: LoadId) -> Option<Pull> {
+        let pull = self.pulls.remove(&load)?;
+        match &pull.state {
+            State::Waiting { until, .. } | State::Reading { until, .. } => self.timers.clear(*until, load),
+            State::Confirming { until, repeat_at, .. } => {
+                self.timers.clear(*until, load);
+                self.timers.clear(*repeat_at, load);
+            }
+        }
+        if !self.is_shared(&pull) {
+            self.peers.untrack(&pull.peer, pull.lease);
+        }
+        self.peers.let_go(&pull.peer);
+        Some(pull)
+    }
+
+    /// Whether another pull reads under the lease of one that has ended. A router that tries again brings the same
+    /// offer twice; the lease is then renewed until the last of the pulls has ended, and only that one gives it back.
+    fn is_shared(&self, ended: &Pull) -> bool {
+        self.pulls.values().any(|other| other.lease == ended.lease && other.peer == ended.peer)
+    }
+
+    fn cancel(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, out: &mut Vec<Decision>) {
+        let cancelled = Failure::new(LoadFailure::Cancelled, "cancelled by the engine");
+        match self.pulls.get_mut(&load).map(|pull| &mut pull.state) {
+            None => {}
+            Some(State::Waiting { .. } | State::Confirming { .. }) => {
+                self.fail(now, config, load, cancelled, out)
+            }
+            Some(State::Reading { doomed, .. }) => {
+                doomed.get_or_insert(cancelled);
+                out.push(Decision::CancelRead { load });
+            }
+        }
+    }
+
+    /// The transport is done with a read: its destination is quiet.
+    pub fn read_ended(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        load: LoadId,
+        result: Result<(), Failure>,
+        out: &mut Vec<Decision>,
+    ) {
+        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let State::Reading { stats, until, doomed } = &mut pull.state else { return };
+        if let Some(failure) = doomed.take().or(result.err()) {
+            return self.fail(now, config, load, failure, out);
+        }
+        let was = *until;
+        let mut stats = *stats;
+        stats.read_us = micros(now.since(pull.ordered_at));
+        let until = now + config.limits.confirm;
+        let repeat_at = now + config.limits.confirm_repeat;
+        pull.state = State::Confirming { stats, read_at: now, until, repeat_at };
+        self.timers.clear(was, load);
+        self.set(load, until);
+        self.set(load, repeat_at);
+        self.ask(load, out);
+    }
+
+    /// Asks whether the lease held; if the peer is not ready, it is asked when it is.
+    fn ask(&self, load: LoadId, out: &mut Vec<Decision>) {
+        let Some(pull) = self.pulls.get(&load) else { return };
+        if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
+            let message = WorkerMessage::ReadDone { lease: pull.lease, attempt: Attempt(load.0) };
+            out.push(Decision::Send { link, message });
+        }
+    }
+
+    /// Takes what became of peers.
+    pub fn changed(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        local: &LocalMemory,
+        change: Change,
+        out: &mut Vec<Decision>,
+    ) {
+        match change {
+            Change::Ready(peer) => {
+                for load in self.of_peer(&peer) {
+                    match self.pulls.get(&load).map(|pull| &pull.state) {
+                        Some(State::Waiting { .. }) => self.begin(now, config, local, load, out),
+                        Some(State::Confirming { .. }) => self.ask(load, out),
+                        Some(State::Reading { .. }) | None => {}
+                    }
+                }
+            }
+            Change::Failed(peer, failure) => {
+                for load in self.of_peer(&peer) {
+                    if let Some(State::Waiting { .. }) = self.pulls.get(&load).map(|pull| &pull.state) {
+                        self.fail(now, config, load, failure.clone(), out);
+                    }
+                }
+            }
+            Change::NotHeld(peer, leases) => {
+                let leases: BTreeSet<LeaseId> = leases.into_iter().collect();
+                for load in self.of_peer(&peer) {
+                    let lapsed = Failure::new(LoadFailure::Lapsed, "the producer no longer holds the lease");
+                    match self.pulls.get_mut(&load) {
+                        Some(Pull { lease, state, .. }) if leases.contains(lease) => match state {
+                            State::Waiting { .. } => self.fail(now, config, load, lapsed, out),
+                            State::Reading { doomed, .. } => {
+                                doomed.get_or_insert(lapsed);
+                                out.push(Decision::CancelRead { load });
+                            }
+                            // The lease is over because we ended it; the answer is on its way.
+                            State::Confirming { .. } => {}
+                        },
+                        _ => {}
+                    }
+                }
+            }
+            Change::Answered(peer, lease, attempt, confirmed) => {
+                self.answered(now, config, &peer, lease, attempt, confirmed, out);
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)] // The answer's own parts, with time, configuration and output.
+    fn answered(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        peer: &Arc<PeerLocator>,
+        lease: LeaseId,
+        attempt: Attempt,
+        confirmed: bool,
+        out: &mut Vec<Decision>,
+    ) {
+        let load = LoadId(attempt.0);
+        let Some(pull) = self.pulls.get(&load) else { return };
+        let State::Confirming { mut stats, read_at, .. } = pull.state else { return };
+        if pull.lease != lease || pull.peer != *peer {
+            return;
+        }
+        if confirmed {
+            stats.confirm_us = micros(now.since(read_at));
+            self.end(load);
+            self.ended.push((load, PullEnd::Loaded(stats)));
+        } else {
+            let detail = format!("{lease} of engine {} did not hold until the read had ended", peer.engine);
+            self.fail(now, config, load, Failure::new(LoadFailure::Lapsed, detail), out);
+        }
+    }
+
+    fn of_peer(&self, peer: &Arc<PeerLocator>) -> Vec<LoadId> {
+        self.pulls.iter().filter(|(_, pull)| pull.peer == *peer).map(|(load, _)| *load).collect()
+    }
+
+    /// The peers, for facts that concern connections alone.
+    pub fn peers_mut(&mut self) -> &mut Peers {
+        &mut self.peers
+    }
+
+    /// Lets deadlines pass that have come.
+    pub fn time_passed(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        local: &LocalMemory,
+        out: &mut Vec<Decision>,
+    ) {
+        for change in self.peers.time_passed(now, config, out) {
+            self.changed(now, config, local, change, out);
+        }
+        while let Some(load) = self.timers.due(now) {
+            self.late(now, config, load, out);
+        }
+    }
+
+    fn late(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, out: &mut Vec<Decision>) {
+        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let engine = &pull.peer.engine;
+        match &mut pull.state {
+            State::Waiting { until, .. } if *until <= now => {
+                let detail = format!("engine {engine} was not ready within {:?}", config.limits.peer_wait);
+                self.fail(now, config, load, Failure::new(LoadFailure::ConnectFailed, detail), out);
+            }
+            State::Reading { until, doomed, .. } if *until <= now => {
+                let detail = format!("not read within {:?}", config.limits.read);
+                doomed.get_or_insert(Failure::new(LoadFailure::ReadTimedOut, detail));
+                *until = now + config.limits.read;
+                self.timers.set(*until, load);
+                out.push(Decision::CancelRead { load });
+            }
+            State::Confirming { until, .. } if *until <= now => {
+                let detail = format!("engine {engine} did not confirm within {:?}", config.limits.confirm);
+                self.fail(now, config, load, Failure::new(LoadFailure::ConfirmTimedOut, detail), out);
+            }
+            State::Confirming { repeat_at, .. } if *repeat_at <= now => {
+                *repeat_at = now + config.limits.confirm_repeat;
+                self.timers.set(*repeat_at, load);
+                self.ask(load, out);
+            }
+            State::Waiting { .. } | State::Reading { .. } | State::Confirming { .. } => {}
+        }
+    }
+}
+
+fn micros(span: std::time::Duration) -> u64 {
+    u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,120 @@
+//! The worker half as one machine: both sides, one report.
+
+use kv_proto::{Moment, Report};
+
+use crate::config::WorkerConfig;
+use crate::machine::io::{Decision, Fact, LinkId};
+use crate::machine::ledger::{Ledger, LedgerStats};
+use crate::machine::peers::{PeerStats, Peers};
+use crate::machine::pulls::{LocalMemory, Pulls};
+use crate::machine::readers::{ReaderStats, Readers};
+
+/// Counters of all parts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WorkerStats {
+    /// The lease ledger.
+    pub ledger: LedgerStats,
+    /// Connections from consumers.
+    pub readers: ReaderStats,
+    /// Connections to producers.
+    pub peers: PeerStats,
+    /// Leases in the ledger, in whatever state.
+    pub leases: u64,
+    /// Pulls that have not ended.
+    pub pulls: u64,
+    /// Producers known.
+    pub producers: u64,
+}
+
+/// The machine. Facts go in by [`WorkerMachine::take`], decisions come out of it, and what the engine is to hear
+/// collects in a report.
+#[derive(Debug, Clone)]
+pub struct WorkerMachine {
+    config: WorkerConfig,
+    local: LocalMemory,
+    readers: Readers,
+    pulls: Pulls,
+}
+
+impl WorkerMachine {
+    /// A machine without leases, peers or pulls. `transport` is the name of the transport in use.
+    pub fn new(config: WorkerConfig, local: LocalMemory, transport: &'static str) -> Self {
+        let readers = Readers::new(Ledger::new(config.limits.remember_ended));
+        let pulls = Pulls::new(Peers::new(transport));
+        Self { config, local, readers, pulls }
+    }
+
+    /// The configuration in force.
+    pub fn config(&self) -> &WorkerConfig {
+        &self.config
+    }
+
+    /// Takes one fact and adds what follows from it to `out`, in the order in which it is to be done.
+    pub fn take(&mut self, now: Moment, fact: Fact, out: &mut Vec<Decision>) {
+        let Self { config, local, readers, pulls } = self;
+        match fact {
+            Fact::PlanTaken(plan) => {
+                readers.plan_taken(now, &plan, out);
+                pulls.plan_taken(now, config, local, plan, out);
+            }
+            Fact::HandshakeEnded { peer, result } => {
+                let change = pulls.peers_mut().handshake_ended(now, config, &peer, result, out);
+                self.changed(now, change, out);
+            }
+            Fact::LinkConnected { link } => pulls.peers_mut().connected(config, link, out),
+            Fact::LinkAccepted { link } => readers.accepted(now, config, link),
+            Fact::LinkLost { link: link @ LinkId::Accepted(_), .. } => readers.lost(link),
+            Fact::LinkLost { link, detail } => {
+                let change = pulls.peers_mut().lost(now, config, link, &detail, out);
+                self.changed(now, change, out);
+            }
+            Fact::MessageArrived { link: link @ LinkId::Accepted(_), message } => {
+                readers.message(now, config, link, message, out);
+            }
+            Fact::MessageArrived { link, message } => {
+                let change = pulls.peers_mut().message(now, config, link, message.ok(), out);
+                self.changed(now, change, out);
+            }
+            Fact::ReadEnded { load, result } => pulls.read_ended(now, config, load, result, out),
+        }
+    }
+
+    fn changed(
+        &mut self,
+        now: Moment,
+        change: Option<crate::machine::peers::Change>,
+        out: &mut Vec<Decision>,
+    ) {
+        if let Some(change) = change {
+            self.pulls.changed(now, &self.config, &self.local, change, out);
+        }
+    }
+
+    /// Lets deadlines pass that have come. To be called after every fact that has arrived was taken.
+    pub fn time_passed(&mut self, now: Moment, out: &mut Vec<Decision>) {
+        self.readers.time_passed(now, out);
+        self.pulls.time_passed(now, &self.config, &self.local, out);
+    }
+
+    /// When [`WorkerMachine::time_passed`] has something to do.
+    pub fn next_deadline(&self) -> Option<Moment> {
+        [self.readers.next_deadline(), self.pulls.next_deadline()].into_iter().flatten().min()
+    }
+
+    /// What ended since the last call.
+    pub fn take_report(&mut self) -> Report {
+        Report { rank: self.config.rank, leases: self.readers.take_ended(), loads: self.pulls.take_ended() }
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> WorkerStats {
+        WorkerStats {
+            ledger: self.readers.ledger().stats(),
+            readers: self.readers.stats(),
+            peers: self.pulls.peers().stats(),
+            leases: self.readers.ledger().len() as u64,
+            pulls: self.pulls.len() as u64,
+            producers: self.pulls.peers().len() as u64,
+        }
+    }
+}

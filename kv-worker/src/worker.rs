@@ -1,0 +1,176 @@
+//! The worker half as an engine calls it.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kv_proto::handshake::{TransportCard, WorkerCard};
+use kv_proto::layout::LayoutError;
+use kv_proto::{BlockLayout, CodecError, Fingerprint, Plan, Report};
+use kv_transport::{Memory, Transport, TransportError};
+use thiserror::Error;
+use tokio::sync::mpsc;
+
+use crate::config::{WorkerConfig, WorkerConfigError};
+use crate::driver::{Command, Dial, Driver, Shared};
+use crate::machine::pulls::LocalMemory;
+use crate::machine::worker::{WorkerMachine, WorkerStats};
+
+/// How long dropping a [`Worker`] waits for its thread.
+const DROP_LIMIT: Duration = Duration::from_secs(2);
+
+/// Why a worker could not be started, or a call was refused.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum WorkerError {
+    // You called it wrong.
+    /// The configuration cannot be.
+    #[error(transparent)]
+    Config(#[from] WorkerConfigError),
+    /// The layout cannot be.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// A plan that is none; nothing of it was done.
+    #[error(transparent)]
+    Plan(#[from] CodecError),
+    // The fabric failed.
+    /// The transport refused to register memory.
+    #[error("memory {index} cannot be registered: {source}")]
+    Register {
+        /// Index of the memory.
+        index: usize,
+        /// The transport's words.
+        source: TransportError,
+    },
+    /// The driver's thread could not be started.
+    #[error("the worker's thread cannot be started: {kind}")]
+    Thread {
+        /// The kind of failure.
+        kind: std::io::ErrorKind,
+    },
+    /// The driver's thread has ended: shut down, or its transport closed.
+    #[error("the worker has ended")]
+    Ended,
+}
+
+/// What a worker is made of.
+pub struct WorkerParts {
+    /// Who it is, and its limits.
+    pub config: WorkerConfig,
+    /// Where its blocks lie.
+    pub layout: BlockLayout,
+    /// What must be equal on both sides.
+    pub fingerprint: Fingerprint,
+    /// The memories that the layout speaks of, by index.
+    pub memories: Vec<Memory>,
+    /// What moves the bytes. It belongs to this worker from now on.
+    pub transport: Arc<dyn Transport>,
+    /// Who shakes hands.
+    pub dialler: Arc<dyn Dial>,
+    /// Called on the driver's thread when a report begins to wait, so that an idle engine can make a step. Must
+    /// not block.
+    pub on_report: Box<dyn Fn() + Send + Sync>,
+}
+
+/// The worker half of one rank.
+///
+/// Its calls never block and never wait for the network: a thread of its own does the work, with its own timers,
+/// also when the engine makes no step. Dropping it shuts it down, within two seconds.
+pub struct Worker {
+    card: WorkerCard,
+    commands: mpsc::UnboundedSender<Command>,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    done: std::sync::mpsc::Receiver<()>,
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Worker").field("rank", &self.card.rank).finish_non_exhaustive()
+    }
+}
+
+impl Worker {
+    /// Checks everything, registers the memories and starts the thread.
+    pub fn start(parts: WorkerParts) -> Result<Self, WorkerError> {
+        let WorkerParts { config, layout, fingerprint, memories, transport, dialler, on_report } = parts;
+        config.check()?;
+        let memory_sizes: Vec<u64> = memories.iter().map(|m| m.len() as u64).collect();
+        layout.check(&memory_sizes)?;
+        let mut regions = Vec::with_capacity(memories.len());
+        let mut keys = Vec::with_capacity(memories.len());
+        for (index, memory) in memories.into_iter().enumerate() {
+            let register = |source| WorkerError::Register { index, source };
+            let region = transport.register(memory).map_err(register)?;
+            keys.push(transport.key(region).map_err(register)?.as_bytes().to_vec().into());
+            regions.push(region);
+        }
+        let card = WorkerCard {
+            rank: config.rank,
+            memory_sizes,
+            layout: layout.clone(),
+            fingerprint: fingerprint.clone(),
+            transports: vec![TransportCard {
+                name: transport.name().to_owned(),
+                address: transport.address().as_bytes().to_vec(),
+                keys,
+            }],
+        };
+        let shared = Arc::new(Shared::new(Report::new(config.rank), on_report));
+        let machine = WorkerMachine::new(config, LocalMemory { layout, regions }, transport.name());
+        let driver = Driver { machine, transport, dialler, fingerprint, shared: shared.clone() };
+        let (commands, queue) = mpsc::unbounded_channel();
+        let (end, done) = std::sync::mpsc::channel();
+        let runtime = Driver::runtime().map_err(|e| WorkerError::Thread { kind: e.kind() })?;
+        let thread = std::thread::Builder::new()
+            .name("kv-worker".to_owned())
+            .spawn(move || {
+                driver.run(&runtime, queue);
+                // A handshake's thread may still be inside a look-up; it ends by itself.
+                runtime.shutdown_background();
+                // Nobody listens any more if the handle gave up waiting.
+                let _ = end.send(());
+            })
+            .map_err(|e| WorkerError::Thread { kind: e.kind() })?;
+        Ok(Self { card, commands, shared, thread: Some(thread), done })
+    }
+
+    /// What this worker publishes about itself, for the engine to carry to its scheduler half.
+    pub fn card(&self) -> &WorkerCard {
+        &self.card
+    }
+
+    /// Takes a plan, as the scheduler half encoded it. Never blocks.
+    pub fn begin_step(&self, plan: &[u8]) -> Result<(), WorkerError> {
+        let plan = Plan::decode(plan)?;
+        self.commands.send(Command::Plan(plan)).map_err(|_| WorkerError::Ended)
+    }
+
+    /// What ended since the last call, for the scheduler half; `None` if nothing did. Never blocks.
+    pub fn take_report(&self) -> Option<Report> {
+        self.shared.take_report()
+    }
+
+    /// Counters, as of a moment ago.
+    pub fn stats(&self) -> WorkerStats {
+        self.shared.stats()
+    }
+
+    /// Ends reads, connections and the thread. Returns when that is done, or after `limit`. What ended is in a
+    /// last [`Worker::take_report`].
+    pub fn shut_down(&mut self, limit: Duration) {
+        let Some(thread) = self.thread.take() else { return };
+        // If the queue is closed the thread has ended by itself.
+        let _ = self.commands.send(Command::Shutdown { limit });
+        if self.done.recv_timeout(limit).is_ok() {
+            // It has nothing left to do; a panic of it was told when it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.shut_down(DROP_LIMIT);
+    }
+}

@@ -1,0 +1,355 @@
+//! A worker's machine without a driver: facts by hand, decisions as short lines, a clock that the test turns.
+
+#![allow(dead_code)] // Each test file is a crate of its own and uses a part of this.
+
+pub(crate) mod pair;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
+use kv_proto::message::WorkerMessage;
+use kv_proto::{
+    Attempt, BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint,
+    GroupBlocks, Incarnation, LeaseId, LeaseRef, LeaseTerms, LoadFailure, LoadId, Moment, PROTOCOL_VERSION,
+    PeerLocator, Plan, ProducerOrder, PullEnd, Rank, RegionKind, RegionLayout, ReleaseReason, Report,
+    Topology,
+};
+use kv_transport::RegionId;
+use kv_worker::machine::io::{Decision, Fact, LinkId};
+use kv_worker::machine::pulls::LocalMemory;
+use kv_worker::machine::worker::WorkerMachine;
+use kv_worker::{Failure, WorkerConfig, WorkerLimits};
+
+pub(crate) const BLOCKS: u32 = 16;
+pub(crate) const TRANSPORT: &str = "paper";
+
+pub(crate) const HANDSHAKE_MS: u64 = 500;
+pub(crate) const CONNECT_MS: u64 = 300;
+pub(crate) const RETRY_MIN_MS: u64 = 100;
+pub(crate) const RETRY_MAX_MS: u64 = 350;
+pub(crate) const PEER_WAIT_MS: u64 = 1_000;
+pub(crate) const READ_MS: u64 = 1_000;
+pub(crate) const STALL_MS: u64 = 300;
+pub(crate) const CONFIRM_MS: u64 = 250;
+pub(crate) const REPEAT_MS: u64 = 100;
+pub(crate) const RENEW_MS: u64 = 200;
+pub(crate) const REMEMBER_MS: u64 = 5_000;
+pub(crate) const IDLE_MS: u64 = 10_000;
+
+pub(crate) const TERMS: LeaseTerms = LeaseTerms { ttl_ms: 1_000, renewal_ms: 800, max_ms: 4_000 };
+
+pub(crate) fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+pub(crate) fn at(since_start: u64) -> Moment {
+    Moment::START + ms(since_start)
+}
+
+pub(crate) fn limits() -> WorkerLimits {
+    WorkerLimits {
+        handshake: ms(HANDSHAKE_MS),
+        connect: ms(CONNECT_MS),
+        retry_min: ms(RETRY_MIN_MS),
+        retry_max: ms(RETRY_MAX_MS),
+        peer_wait: ms(PEER_WAIT_MS),
+        read: ms(READ_MS),
+        stall: ms(STALL_MS),
+        confirm: ms(CONFIRM_MS),
+        confirm_repeat: ms(REPEAT_MS),
+        renew_every: ms(RENEW_MS),
+        remember_ended: ms(REMEMBER_MS),
+        peer_idle: ms(IDLE_MS),
+    }
+}
+
+pub(crate) fn layout() -> BlockLayout {
+    let region = RegionLayout {
+        layer: "layers.0".to_owned(),
+        kind: RegionKind::KeyValue,
+        group: 0,
+        memory: 0,
+        base: 0,
+        block_stride: 64,
+        block_bytes: 64,
+        dtype: Dtype::F32,
+        heads: 1,
+        head_size: 4,
+    };
+    BlockLayout { block_tokens: 4, blocks: BLOCKS, order: BlockOrder::HeadsTokens, regions: vec![region] }
+}
+
+pub(crate) fn life(n: u64) -> Incarnation {
+    Incarnation::from_random(n)
+}
+
+pub(crate) fn engine(name: &str) -> EngineId {
+    EngineId::new(name).unwrap()
+}
+
+pub(crate) fn machine(name: &str, incarnation: u64) -> WorkerMachine {
+    let config = WorkerConfig {
+        engine: engine(name),
+        incarnation: life(incarnation),
+        rank: Rank(0),
+        topology: Topology { ranks: 1 },
+        limits: limits(),
+    };
+    config.check().unwrap();
+    WorkerMachine::new(config, LocalMemory { layout: layout(), regions: vec![RegionId(0)] }, TRANSPORT)
+}
+
+/// A producer, by a number that is its life, its name and its port.
+pub(crate) fn peer(n: u64) -> Arc<PeerLocator> {
+    Arc::new(PeerLocator { engine: engine("p"), incarnation: life(n), host: "p".to_owned(), port: n as u16 })
+}
+
+pub(crate) fn card(n: u64) -> Box<EngineCard> {
+    let topology = Topology { ranks: 1 };
+    let worker = WorkerCard {
+        rank: Rank(0),
+        memory_sizes: vec![u64::from(BLOCKS) * 64],
+        layout: layout(),
+        fingerprint: Fingerprint::of("m", &layout(), topology),
+        transports: vec![TransportCard {
+            name: TRANSPORT.to_owned(),
+            address: vec![n as u8 + 1],
+            keys: vec![vec![n as u8 + 1].into()],
+        }],
+    };
+    Box::new(EngineCard { engine: engine("p"), incarnation: life(n), topology, workers: vec![worker] })
+}
+
+pub(crate) fn list(ids: &[u32]) -> BlockList {
+    ids.iter().copied().map(BlockId).collect()
+}
+
+pub(crate) fn groups(remote: &[u32], local: &[u32]) -> Vec<GroupBlocks> {
+    vec![GroupBlocks { group: 0, first: 0, remote: list(remote), local: list(local) }]
+}
+
+pub(crate) fn lease_of(n: u64, lease: u64) -> LeaseRef {
+    LeaseRef { incarnation: life(n), lease: LeaseId(lease) }
+}
+
+pub(crate) fn track(n: u64, lease: u64) -> ConsumerOrder {
+    ConsumerOrder::Track { lease: lease_of(n, lease), peer: (*peer(n)).clone() }
+}
+
+pub(crate) fn load(n: u64, lease: u64, load: u64) -> ConsumerOrder {
+    let groups = groups(&[1, 2], &[8, 9]);
+    ConsumerOrder::Load { load: LoadId(load), lease: lease_of(n, lease), peer: (*peer(n)).clone(), groups }
+}
+
+pub(crate) fn release(n: u64, lease: u64, reason: ReleaseReason) -> ConsumerOrder {
+    ConsumerOrder::Release { lease: lease_of(n, lease), peer: (*peer(n)).clone(), reason }
+}
+
+pub(crate) fn cancel(load: u64) -> ConsumerOrder {
+    ConsumerOrder::Cancel { load: LoadId(load) }
+}
+
+pub(crate) fn announce(lease: u64) -> ProducerOrder {
+    ProducerOrder::Announce { lease: LeaseId(lease) }
+}
+
+pub(crate) fn grant(lease: u64) -> ProducerOrder {
+    ProducerOrder::Grant { lease: LeaseId(lease), terms: TERMS }
+}
+
+pub(crate) fn dialled(n: u64) -> LinkId {
+    LinkId::Dialled(n)
+}
+
+pub(crate) fn accepted(n: u64) -> LinkId {
+    LinkId::Accepted(n)
+}
+
+/// The greeting of a consumer in life `n` to a producer in life `to`.
+pub(crate) fn hello(n: u64, to: u64) -> WorkerMessage {
+    WorkerMessage::Hello {
+        version: PROTOCOL_VERSION,
+        engine: engine("d"),
+        incarnation: life(n),
+        rank: Rank(0),
+        topology: Topology { ranks: 1 },
+        to: life(to),
+        to_rank: Rank(0),
+    }
+}
+
+pub(crate) fn welcome(n: u64) -> WorkerMessage {
+    WorkerMessage::Welcome { incarnation: life(n), rank: Rank(0) }
+}
+
+pub(crate) fn read_done(lease: u64, attempt: u64) -> WorkerMessage {
+    WorkerMessage::ReadDone { lease: LeaseId(lease), attempt: Attempt(attempt) }
+}
+
+pub(crate) fn confirmed(lease: u64, attempt: u64) -> WorkerMessage {
+    WorkerMessage::Confirmed { lease: LeaseId(lease), attempt: Attempt(attempt) }
+}
+
+pub(crate) fn lapsed(lease: u64, attempt: u64) -> WorkerMessage {
+    WorkerMessage::Lapsed { lease: LeaseId(lease), attempt: Attempt(attempt) }
+}
+
+pub(crate) fn released(lease: u64, attempt: u64) -> WorkerMessage {
+    let reason = ReleaseReason::Aborted;
+    WorkerMessage::Release { lease: LeaseId(lease), attempt: Attempt(attempt), reason }
+}
+
+pub(crate) fn leases(ids: &[u64]) -> Vec<LeaseId> {
+    ids.iter().copied().map(LeaseId).collect()
+}
+
+fn ids(leases: &[LeaseId]) -> String {
+    if leases.len() > 8 {
+        return format!("{} leases", leases.len());
+    }
+    format!("{:?}", leases.iter().map(|l| l.0).collect::<Vec<_>>())
+}
+
+fn message_line(message: &WorkerMessage) -> String {
+    match message {
+        WorkerMessage::Hello { to, .. } => format!("hello to {}", to.get()),
+        WorkerMessage::Welcome { incarnation, .. } => format!("welcome to {}", incarnation.get()),
+        WorkerMessage::Unwelcome { reason, .. } => format!("unwelcome: {reason:?}"),
+        WorkerMessage::Renew { leases } => format!("renew {}", ids(leases)),
+        WorkerMessage::NotHeld { leases } => format!("not held {}", ids(leases)),
+        WorkerMessage::ReadDone { lease, attempt } => format!("read done {}/{}", lease.0, attempt.0),
+        WorkerMessage::Confirmed { lease, attempt } => format!("confirmed {}/{}", lease.0, attempt.0),
+        WorkerMessage::Lapsed { lease, attempt } => format!("lapsed {}/{}", lease.0, attempt.0),
+        WorkerMessage::Release { lease, attempt, reason } => {
+            format!("release {}/{} {}", lease.0, attempt.0, reason.name())
+        }
+        other => format!("{other:?}"),
+    }
+}
+
+fn link_line(link: LinkId) -> String {
+    match link {
+        LinkId::Dialled(n) => format!("d{n}"),
+        LinkId::Accepted(n) => format!("a{n}"),
+    }
+}
+
+/// A decision in a line, such as `d0: read done 5/1`.
+pub(crate) fn line(decision: &Decision) -> String {
+    match decision {
+        Decision::ShakeHands { peer } => format!("shake hands with {}", peer.incarnation.get()),
+        Decision::Connect { link, .. } => format!("connect {}", link_line(*link)),
+        Decision::Disconnect { link } => format!("disconnect {}", link_line(*link)),
+        Decision::Send { link, message } => format!("{}: {}", link_line(*link), message_line(message)),
+        Decision::Read { load, link, parts } => {
+            let bytes: u64 = parts.iter().flat_map(|p| &p.ranges).map(|r| r.len).sum();
+            format!("{}: read {bytes} bytes for {}", link_line(*link), load.0)
+        }
+        Decision::CancelRead { load } => format!("cancel {}", load.0),
+    }
+}
+
+/// One machine, and what it has reported.
+pub(crate) struct Rig {
+    pub(crate) m: WorkerMachine,
+}
+
+impl Rig {
+    /// In life 100 of engine `us`.
+    pub(crate) fn new() -> Self {
+        Self { m: machine("us", 100) }
+    }
+
+    pub(crate) fn take(&mut self, now: u64, fact: Fact) -> Vec<String> {
+        let mut out = Vec::new();
+        self.m.take(at(now), fact, &mut out);
+        out.iter().map(line).collect()
+    }
+
+    pub(crate) fn pass(&mut self, now: u64) -> Vec<String> {
+        let mut out = Vec::new();
+        self.m.time_passed(at(now), &mut out);
+        out.iter().map(line).collect()
+    }
+
+    pub(crate) fn order(&mut self, now: u64, consumer: &[ConsumerOrder]) -> Vec<String> {
+        self.take(now, Fact::PlanTaken(Plan { producer: vec![], consumer: consumer.to_vec() }))
+    }
+
+    pub(crate) fn own(&mut self, now: u64, producer: &[ProducerOrder]) -> Vec<String> {
+        self.take(now, Fact::PlanTaken(Plan { producer: producer.to_vec(), consumer: vec![] }))
+    }
+
+    pub(crate) fn shaken(&mut self, now: u64, n: u64) -> Vec<String> {
+        self.take(now, Fact::HandshakeEnded { peer: peer(n), result: Ok(card(n)) })
+    }
+
+    pub(crate) fn not_shaken(&mut self, now: u64, n: u64) -> Vec<String> {
+        let failure = Failure::new(LoadFailure::HandshakeUnreachable, "nobody there");
+        self.take(now, Fact::HandshakeEnded { peer: peer(n), result: Err(failure) })
+    }
+
+    pub(crate) fn connected(&mut self, now: u64, link: u64) -> Vec<String> {
+        self.take(now, Fact::LinkConnected { link: dialled(link) })
+    }
+
+    pub(crate) fn lost(&mut self, now: u64, link: LinkId) -> Vec<String> {
+        self.take(now, Fact::LinkLost { link, detail: "reset".to_owned() })
+    }
+
+    pub(crate) fn hear(&mut self, now: u64, link: LinkId, message: WorkerMessage) -> Vec<String> {
+        self.take(now, Fact::MessageArrived { link, message: Ok(message) })
+    }
+
+    pub(crate) fn read_ended(&mut self, now: u64, load: u64) -> Vec<String> {
+        self.take(now, Fact::ReadEnded { load: LoadId(load), result: Ok(()) })
+    }
+
+    pub(crate) fn read_failed(&mut self, now: u64, load: u64, reason: LoadFailure) -> Vec<String> {
+        let result = Err(Failure::new(reason, "transport"));
+        self.take(now, Fact::ReadEnded { load: LoadId(load), result })
+    }
+
+    /// From the first wish to the welcome of producer `n`; what the welcome caused.
+    pub(crate) fn ready(&mut self, now: u64, n: u64, link: u64) -> Vec<String> {
+        assert_eq!(self.shaken(now, n), [format!("connect d{link}")]);
+        assert_eq!(self.connected(now, link), [format!("d{link}: hello to {n}")]);
+        self.hear(now, dialled(link), welcome(n))
+    }
+
+    /// A consumer in life `n` connects and is greeted.
+    pub(crate) fn greet(&mut self, now: u64, link: u64, n: u64) {
+        assert!(self.take(now, Fact::LinkAccepted { link: accepted(link) }).is_empty());
+        assert_eq!(self.hear(now, accepted(link), hello(n, 100)), [format!("a{link}: welcome to 100")]);
+    }
+
+    /// Ends of loads since the last call: `ok`, or the reason.
+    pub(crate) fn loads(&mut self) -> Vec<(u64, String)> {
+        let Report { loads, .. } = self.m.take_report();
+        loads
+            .into_iter()
+            .map(|(load, end)| match end {
+                PullEnd::Loaded(_) => (load.0, "ok".to_owned()),
+                PullEnd::Failed { reason, .. } => (load.0, reason.name().to_owned()),
+            })
+            .collect()
+    }
+
+    /// Lets all time pass, step by step, until nothing is waited for.
+    pub(crate) fn rest(&mut self) {
+        for _ in 0..10_000 {
+            let Some(next) = self.m.next_deadline() else { return };
+            self.m.time_passed(next, &mut Vec::new());
+        }
+        panic!("something is waited for without end: {:?}", self.m);
+    }
+}
+
+/// What a test expects of [`Rig::loads`].
+pub(crate) fn ends(ends: &[(u64, &str)]) -> Vec<(u64, String)> {
+    ends.iter().map(|(load, end)| (*load, (*end).to_owned())).collect()
+}
+
+/// No lines.
+pub(crate) const NOTHING: [&str; 0] = [];

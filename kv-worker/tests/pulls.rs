@@ -1,0 +1,328 @@
+//! One worker's pulls: each state, each fact, and the one end that is reported.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test that fails should do so loudly.
+
+mod common;
+
+use common::*;
+use kv_proto::message::WorkerMessage;
+use kv_proto::{ConsumerOrder, LoadFailure, LoadId, LoadStats, PullEnd};
+use kv_worker::machine::io::{Decision, Fact};
+
+fn not_held(lease: u64) -> WorkerMessage {
+    WorkerMessage::NotHeld { leases: leases(&[lease]) }
+}
+
+/// Load 1 under lease 5 waits for producer 1.
+fn waiting() -> Rig {
+    let mut rig = Rig::new();
+    assert_eq!(rig.order(0, &[load(1, 5, 1)]), ["shake hands with 1"]);
+    rig
+}
+
+/// It is being read over d0.
+fn reading() -> Rig {
+    let mut rig = waiting();
+    assert_eq!(rig.ready(0, 1, 0), ["d0: renew [5]", "d0: read 128 bytes for 1"]);
+    rig
+}
+
+/// It was read at 10, and the producer was asked.
+fn confirming() -> Rig {
+    let mut rig = reading();
+    assert_eq!(rig.read_ended(10, 1), ["d0: read done 5/1"]);
+    rig
+}
+
+#[test]
+fn p1_a_load_is_good_when_its_read_was_confirmed_and_not_before() {
+    let mut rig = confirming();
+    assert_eq!(rig.loads(), []);
+    assert_eq!(rig.hear(12, dialled(0), confirmed(5, 1)), NOTHING);
+    let stats = LoadStats { bytes: 128, ranges: 1, read_us: 10_000, confirm_us: 2_000 };
+    assert_eq!(rig.m.take_report().loads, [(LoadId(1), PullEnd::Loaded(stats))]);
+    assert_eq!(rig.m.stats().pulls, 0);
+}
+
+#[test]
+fn p1_a_lapsed_lease_fails_the_load_and_needs_no_release() {
+    let mut rig = confirming();
+    assert_eq!(rig.hear(12, dialled(0), lapsed(5, 1)), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(1, "lapsed")]));
+}
+
+#[test]
+fn p1_a_confirmation_before_the_read_has_ended_counts_for_nothing() {
+    let mut rig = reading();
+    assert_eq!(rig.hear(1, dialled(0), confirmed(5, 1)), NOTHING);
+    assert_eq!(rig.loads(), []);
+    assert_eq!(rig.read_ended(2, 1), ["d0: read done 5/1"], "it is asked all the same");
+}
+
+#[test]
+fn p1_a_confirmation_of_another_attempt_or_lease_counts_for_nothing() {
+    let mut rig = confirming();
+    for message in [confirmed(5, 0), confirmed(5, 2), confirmed(6, 1), lapsed(6, 1), lapsed(5, 2)] {
+        assert_eq!(rig.hear(11, dialled(0), message), NOTHING);
+    }
+    assert_eq!(rig.loads(), []);
+}
+
+#[test]
+fn p2_answers_that_come_again_do_nothing() {
+    let mut rig = confirming();
+    rig.hear(11, dialled(0), confirmed(5, 1));
+    rig.hear(12, dialled(0), confirmed(5, 1));
+    rig.hear(12, dialled(0), lapsed(5, 1));
+    assert_eq!(rig.loads(), ends(&[(1, "ok")]));
+}
+
+#[test]
+fn a_read_that_failed_fails_the_load_and_gives_the_lease_back() {
+    let mut rig = reading();
+    assert_eq!(rig.read_failed(5, 1, LoadFailure::ReadFailed), ["d0: release 5/1 load_failed"]);
+    assert_eq!(rig.loads(), ends(&[(1, "read_failed")]));
+}
+
+#[test]
+fn p2_a_second_end_of_a_read_does_nothing() {
+    let mut rig = confirming();
+    assert_eq!(rig.read_failed(11, 1, LoadFailure::ReadFailed), NOTHING);
+    rig.hear(12, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.read_ended(13, 1), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(1, "ok")]));
+}
+
+#[test]
+fn p3_an_order_that_comes_again_never_writes_again() {
+    let mut rig = confirming();
+    assert_eq!(rig.order(11, &[load(1, 5, 1)]), NOTHING);
+    rig.hear(12, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.order(13, &[load(1, 5, 1)]), NOTHING, "the blocks have been given back");
+    assert_eq!(rig.loads(), ends(&[(1, "ok")]));
+}
+
+#[test]
+fn blocks_that_a_pool_does_not_have_fail_the_load() {
+    for (remote, local) in [(vec![BLOCKS], vec![1]), (vec![1], vec![BLOCKS]), (vec![1, 2], vec![1])] {
+        let mut rig = reading();
+        let ConsumerOrder::Load { lease, peer, .. } = load(1, 6, 2) else { panic!() };
+        let order = ConsumerOrder::Load { load: LoadId(2), lease, peer, groups: groups(&remote, &local) };
+        assert_eq!(rig.order(1, &[order]), ["d0: release 6/2 load_failed"]);
+        assert_eq!(rig.loads(), ends(&[(2, "bad_blocks")]));
+    }
+}
+
+#[test]
+fn r050_a_load_of_nothing_is_only_confirmed() {
+    let mut rig = reading();
+    let ConsumerOrder::Load { lease, peer, .. } = load(1, 6, 2) else { panic!() };
+    let order = ConsumerOrder::Load { load: LoadId(2), lease, peer, groups: groups(&[], &[]) };
+    assert_eq!(rig.order(1, &[order]), ["d0: read done 6/2"]);
+}
+
+#[test]
+fn each_block_is_read_to_its_partner() {
+    let mut rig = reading();
+    let ConsumerOrder::Load { lease, peer, .. } = load(1, 6, 2) else { panic!() };
+    let order = ConsumerOrder::Load { load: LoadId(2), lease, peer, groups: groups(&[3, 0], &[1, 6]) };
+    let mut out = Vec::new();
+    let plan = kv_proto::Plan { producer: vec![], consumer: vec![order] };
+    rig.m.take(at(1), Fact::PlanTaken(plan), &mut out);
+    let [Decision::Read { parts, .. }] = &out[..] else { panic!("{out:?}") };
+    let got: Vec<_> = parts[0].ranges.iter().map(|r| (r.remote_offset, r.local_offset, r.len)).collect();
+    assert_eq!(got, [(192, 64, 64), (0, 384, 64)]);
+}
+
+#[test]
+fn cancelled_while_waiting_it_ends_at_once() {
+    let mut rig = waiting();
+    assert_eq!(rig.order(1, &[cancel(1)]), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(1, "cancelled")]));
+    assert_eq!(rig.ready(2, 1, 0), ["d0: release 5/1 aborted"], "told when the producer can be told");
+}
+
+#[test]
+fn r019_cancelled_while_reading_it_ends_when_the_transport_is_quiet() {
+    let mut rig = reading();
+    assert_eq!(rig.order(1, &[cancel(1)]), ["cancel 1"]);
+    assert_eq!(rig.loads(), [], "the transport may still write");
+    assert_eq!(rig.read_failed(2, 1, LoadFailure::Cancelled), ["d0: release 5/1 aborted"]);
+    assert_eq!(rig.loads(), ends(&[(1, "cancelled")]));
+}
+
+#[test]
+fn a_read_that_ended_well_after_the_cancel_is_cancelled_all_the_same() {
+    let mut rig = reading();
+    rig.order(1, &[cancel(1)]);
+    assert_eq!(rig.read_ended(2, 1), ["d0: release 5/1 aborted"]);
+    assert_eq!(rig.loads(), ends(&[(1, "cancelled")]));
+}
+
+#[test]
+fn cancelled_while_confirming_it_ends_once_whatever_the_answer() {
+    let mut rig = confirming();
+    assert_eq!(rig.order(11, &[cancel(1)]), ["d0: release 5/1 aborted"]);
+    rig.hear(12, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.loads(), ends(&[(1, "cancelled")]));
+}
+
+#[test]
+fn a_cancel_of_what_is_not_there_does_nothing() {
+    let mut rig = confirming();
+    rig.hear(11, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.order(12, &[cancel(1), cancel(77)]), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(1, "ok")]));
+}
+
+#[test]
+fn p4_a_load_waits_for_its_peer_no_longer_than_the_limit() {
+    let mut rig = waiting();
+    // Everything that the peer does stays within its own limits, and still it is not ready.
+    rig.shaken(HANDSHAKE_MS + 250, 1);
+    rig.connected(PEER_WAIT_MS - 1, 0);
+    assert_eq!(rig.pass(PEER_WAIT_MS), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(1, "connect_failed")]));
+}
+
+#[test]
+fn r025_a_read_that_takes_too_long_is_cancelled_and_its_end_awaited() {
+    let mut rig = reading();
+    let limit = READ_MS + STALL_MS;
+    assert!(!rig.pass(limit - 1).contains(&"cancel 1".to_owned()));
+    assert_eq!(rig.pass(limit), ["cancel 1"]);
+    assert_eq!(rig.loads(), []);
+    assert!(rig.pass(limit + READ_MS).contains(&"cancel 1".to_owned()), "asked again");
+    assert_eq!(rig.read_ended(limit + READ_MS + 1, 1), ["d0: release 5/1 load_failed"]);
+    assert_eq!(rig.loads(), ends(&[(1, "read_timed_out")]));
+}
+
+#[test]
+fn not_held_in_answer_to_the_first_renewal_dooms_the_read() {
+    let mut rig = reading();
+    assert_eq!(rig.hear(1, dialled(0), not_held(5)), ["cancel 1"]);
+    assert_eq!(rig.read_failed(2, 1, LoadFailure::Cancelled), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(1, "lapsed")]), "not cancelled: nobody asked for that");
+}
+
+#[test]
+fn not_held_dooms_a_read_and_spares_others() {
+    let mut rig = reading();
+    rig.order(1, &[load(1, 6, 2)]);
+    assert_eq!(rig.hear(2, dialled(0), not_held(5)), ["cancel 1"]);
+    assert_eq!(rig.loads(), [], "the transport may still write");
+    assert_eq!(rig.read_ended(3, 1), NOTHING, "over is over: no release, no question");
+    assert_eq!(rig.loads(), ends(&[(1, "lapsed")]));
+    assert_eq!(rig.read_ended(4, 2), ["d0: read done 6/2"]);
+}
+
+#[test]
+fn not_held_that_crosses_a_read_done_does_not_spoil_it() {
+    let mut rig = confirming();
+    assert_eq!(rig.hear(11, dialled(0), not_held(5)), NOTHING);
+    assert_eq!(rig.loads(), []);
+    rig.hear(12, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.loads(), ends(&[(1, "ok")]));
+}
+
+#[test]
+fn not_held_of_another_producer_dooms_nothing() {
+    let mut rig = reading();
+    rig.order(1, &[track(2, 5)]);
+    rig.ready(1, 2, 1);
+    assert_eq!(rig.hear(2, dialled(1), not_held(5)), NOTHING);
+    assert_eq!(rig.read_ended(3, 1), ["d0: read done 5/1"]);
+}
+
+#[test]
+fn an_unanswered_read_done_is_repeated_with_the_same_attempt_and_given_up_at_the_limit() {
+    let mut rig = confirming();
+    assert_eq!(rig.pass(10 + REPEAT_MS - 1), NOTHING);
+    assert_eq!(rig.pass(10 + REPEAT_MS), ["d0: read done 5/1"]);
+    let second = rig.pass(10 + 2 * REPEAT_MS);
+    assert!(second.contains(&"d0: read done 5/1".to_owned()), "{second:?}");
+    assert_eq!(rig.loads(), []);
+    assert_eq!(rig.pass(10 + CONFIRM_MS), ["d0: release 5/1 load_failed"]);
+    assert_eq!(rig.loads(), ends(&[(1, "confirm_timed_out")]));
+    assert_eq!(rig.hear(11 + CONFIRM_MS, dialled(0), confirmed(5, 1)), NOTHING, "too late");
+    assert_eq!(rig.loads(), []);
+}
+
+#[test]
+fn p1_a_link_lost_while_confirming_costs_nothing_but_time() {
+    let mut rig = reading();
+    rig.read_ended(150, 1);
+    assert_eq!(rig.lost(160, dialled(0)), ["shake hands with 1"]);
+    assert_eq!(rig.ready(161, 1, 1), ["d1: renew [5]", "d1: read done 5/1"]);
+    rig.hear(162, dialled(1), confirmed(5, 1));
+    assert_eq!(rig.loads(), ends(&[(1, "ok")]));
+}
+
+#[test]
+fn a_link_lost_while_confirming_that_cannot_be_made_again_ends_at_the_limit() {
+    let mut rig = reading();
+    rig.read_ended(150, 1);
+    rig.lost(160, dialled(0));
+    rig.not_shaken(161, 1);
+    assert_eq!(rig.loads(), [], "back-off may be over in time");
+    assert_eq!(rig.pass(161 + RETRY_MIN_MS), ["shake hands with 1"]);
+    rig.pass(150 + CONFIRM_MS);
+    assert_eq!(rig.loads(), ends(&[(1, "confirm_timed_out")]));
+}
+
+#[test]
+fn a_link_lost_while_reading_ends_with_the_transports_word() {
+    let mut rig = reading();
+    // The transport tells the end of the read before the loss.
+    rig.read_failed(200, 1, LoadFailure::PeerLost);
+    assert_eq!(rig.loads(), ends(&[(1, "peer_lost")]));
+    assert_eq!(rig.lost(200, dialled(0)), NOTHING);
+    assert_eq!((rig.m.stats().producers, rig.m.next_deadline()), (0, None));
+}
+
+/// Loads 1 and 2 read under the same lease.
+fn twins() -> Rig {
+    let mut rig = reading();
+    assert_eq!(rig.order(1, &[load(1, 5, 2)]), ["d0: read 128 bytes for 2"]);
+    rig
+}
+
+#[test]
+fn p2_a_load_that_ends_does_not_give_back_the_lease_that_another_reads_under() {
+    let mut rig = twins();
+    rig.order(2, &[cancel(1)]);
+    assert_eq!(rig.read_failed(3, 1, LoadFailure::Cancelled), NOTHING);
+    assert_eq!(rig.pass(RENEW_MS), ["d0: renew [5]"], "and it is still renewed");
+    assert_eq!(rig.read_ended(RENEW_MS + 1, 2), ["d0: read done 5/2"]);
+    rig.hear(RENEW_MS + 2, dialled(0), confirmed(5, 2));
+    assert_eq!(rig.loads(), ends(&[(1, "cancelled"), (2, "ok")]));
+    assert_eq!(rig.pass(2 * RENEW_MS), NOTHING, "nobody renews it now");
+}
+
+#[test]
+fn p2_the_last_of_two_loads_gives_their_lease_back() {
+    let mut rig = twins();
+    assert_eq!(rig.read_failed(2, 2, LoadFailure::ReadFailed), NOTHING);
+    assert_eq!(rig.read_failed(3, 1, LoadFailure::ReadFailed), ["d0: release 5/1 load_failed"]);
+}
+
+#[test]
+fn p1_of_two_loads_under_one_lease_each_needs_an_answer_of_its_own() {
+    let mut rig = twins();
+    rig.read_ended(2, 1);
+    rig.read_ended(2, 2);
+    rig.hear(3, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.loads(), ends(&[(1, "ok")]));
+    rig.hear(3, dialled(0), lapsed(5, 2));
+    assert_eq!(rig.loads(), ends(&[(2, "lapsed")]));
+}
+
+#[test]
+fn p6_when_all_has_ended_nothing_is_waited_for() {
+    for (mut rig, end) in [(waiting(), "handshake_unreachable"), (confirming(), "confirm_timed_out")] {
+        rig.rest();
+        assert_eq!(rig.loads(), ends(&[(1, end)]));
+        let stats = rig.m.stats();
+        assert_eq!((stats.pulls, stats.producers, rig.m.next_deadline()), (0, 0, None));
+    }
+}

@@ -1,0 +1,25 @@
+#![doc = include_str!("../README.md")]
+
+pub mod config;
+pub mod error;
+pub mod identity;
+#[cfg(feature = "scheduler")]
+pub mod scheduler;
+#[cfg(feature = "worker")]
+pub mod worker;
+
+pub use config::{Config, ConfigError};
+pub use error::ConnectorError;
+pub use identity::EngineIdentity;
+pub use kv_proto as proto;
+pub use kv_proto::{BlockId, BlockLayout, BlockList, Rank, RequestId};
+#[cfg(feature = "scheduler")]
+pub use kv_recovery as recovery;
+#[cfg(feature = "scheduler")]
+pub use kv_sched::{HoldId, LoadResult, RequestEnd, Role, SchedEvent, Verdict};
+#[cfg(feature = "worker")]
+pub use kv_transport as transport;
+#[cfg(feature = "scheduler")]
+pub use scheduler::{Finished, SchedulerConnector, SchedulerStats};
+#[cfg(feature = "worker")]
+pub use worker::{WorkerConnector, WorkerSetup};

@@ -1,0 +1,192 @@
+//! The connector of an engine's scheduler process.
+
+use std::time::Instant;
+
+use kv_handshake::{Listener, ListenerConfig, ListenerStats};
+use kv_proto::handshake::{EngineCard, WorkerCard};
+use kv_proto::{BlockList, Moment, Report, RequestId, TransferParams};
+use kv_sched::{ConsumerStats, ProducerStats, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler, Verdict};
+use serde_json::Value;
+
+use crate::config::{Config, ms};
+use crate::error::ConnectorError;
+use crate::identity::EngineIdentity;
+
+/// Answer to the end of a request.
+#[derive(Debug, Clone, PartialEq)]
+#[must_use = "blocks freed against a Hold are read or written by a peer"]
+pub struct Finished {
+    /// What is to become of the blocks.
+    pub verdict: Verdict,
+    /// `kv_transfer_params` to give to whoever asked, on a producer.
+    pub params: Option<Value>,
+}
+
+/// Counters of the scheduler half.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SchedulerStats {
+    /// As a producer.
+    pub producer: ProducerStats,
+    /// As a consumer.
+    pub consumer: ConsumerStats,
+    /// Of the handshake listener.
+    pub handshakes: ListenerStats,
+    /// Leases and loads that hold blocks now.
+    pub holds: usize,
+}
+
+/// The scheduler half: who may read which blocks, and for how long.
+///
+/// It answers hooks, makes plans and takes reports; no call waits for anything. It owns the handshake listener,
+/// which has a thread of its own.
+#[derive(Debug)]
+pub struct SchedulerConnector {
+    scheduler: Scheduler,
+    listener: Listener,
+    started: Instant,
+}
+
+impl SchedulerConnector {
+    /// Starts the scheduler half of an engine whose workers have started: `cards` are what their
+    /// [`card`](crate::WorkerConnector::card) returned, by rank. The listener is bound when this returns.
+    pub fn start(
+        config: &Config,
+        identity: &EngineIdentity,
+        cards: &[Vec<u8>],
+    ) -> Result<Self, ConnectorError> {
+        config.check()?;
+        let workers = cards.iter().map(|card| WorkerCard::decode(card)).collect::<Result<Vec<_>, _>>()?;
+        let card = EngineCard {
+            engine: identity.engine.clone(),
+            incarnation: identity.incarnation,
+            topology: identity.topology,
+            workers,
+        };
+        card.check()?;
+        let layout = card.workers[0].layout.clone();
+        let groups = layout.regions.iter().map(|r| r.group).max().map_or(1, |last| last + 1);
+        let listener = Listener::bind(
+            ListenerConfig {
+                bind_host: config.handshake_host.clone(),
+                port: config.handshake_port,
+                ..ListenerConfig::default()
+            },
+            card,
+        )?;
+        let scheduler = Scheduler::new(SchedConfig {
+            engine: identity.engine.clone(),
+            incarnation: identity.incarnation,
+            topology: identity.topology,
+            host: config.told_host().to_owned(),
+            port: listener.port(),
+            block_tokens: layout.block_tokens,
+            blocks: layout.blocks,
+            groups,
+            lease_ttl: ms(config.lease_ttl_ms),
+            lease_renewal: ms(config.lease_renewal_ms),
+            lease_max: ms(config.lease_max_ms),
+            min_remote_tokens: config.min_remote_tokens,
+            queue_limit: ms(config.queue_limit_ms),
+            load_limit: ms(config.load_limit_ms),
+            report_grace: ms(config.report_grace_ms),
+        })?;
+        listener.set_available(true);
+        Ok(Self { scheduler, listener, started: Instant::now() })
+    }
+
+    fn now(&self) -> Moment {
+        Moment::from_start(self.started.elapsed())
+    }
+
+    /// Port at which the handshake listener listens.
+    pub fn handshake_port(&self) -> u16 {
+        self.listener.port()
+    }
+
+    /// A request arrived, before it is queued. `params` is what came with it as `kv_transfer_params`.
+    ///
+    /// An error costs this request alone; the engine answers it with the error's text, or computes the request by
+    /// itself. An offer that could be located is given back to its producer.
+    pub fn request_arrived(
+        &mut self,
+        request: &RequestId,
+        prompt: &[u32],
+        params: Option<&Value>,
+    ) -> Result<Role, ConnectorError> {
+        let params = params.map(TransferParams::parse).transpose()?.flatten();
+        let now = self.now();
+        Ok(self.scheduler.request_arrived(now, request, prompt, params.as_ref())?)
+    }
+
+    /// Tokens that a load would bring beyond the `local_tokens` that are here; see
+    /// [`Scheduler::remote_tokens`].
+    pub fn remote_tokens(&self, request: &RequestId, local_tokens: u32) -> u32 {
+        self.scheduler.remote_tokens(request, local_tokens)
+    }
+
+    /// The engine allocated the request's blocks; see [`Scheduler::blocks_allocated`].
+    pub fn blocks_allocated(
+        &mut self,
+        request: &RequestId,
+        local_tokens: u32,
+        remote_tokens: u32,
+        blocks: &[BlockList],
+    ) -> Result<(), ConnectorError> {
+        let now = self.now();
+        Ok(self.scheduler.blocks_allocated(now, request, local_tokens, remote_tokens, blocks)?)
+    }
+
+    /// A request ended, in whatever way; see [`Scheduler::request_finished`].
+    pub fn request_finished(&mut self, request: &RequestId, end: &RequestEnd) -> Finished {
+        let finish = self.scheduler.request_finished(self.now(), request, end);
+        let params = finish.params.map(|p| TransferParams::RemotePrefill(Box::new(p)).to_json());
+        Finished { verdict: finish.verdict, params }
+    }
+
+    /// The plan of this step as bytes, to be carried to every worker; `None` if there is nothing to carry.
+    pub fn plan_step(&mut self) -> Result<Option<Vec<u8>>, ConnectorError> {
+        let now = self.now();
+        let plan = self.scheduler.plan_step(now);
+        if plan.is_empty() { Ok(None) } else { Ok(Some(plan.encode()?)) }
+    }
+
+    /// Whether a plan waits, so that an idle engine should make a step.
+    pub fn has_plan(&self) -> bool {
+        self.scheduler.has_plan()
+    }
+
+    /// Takes a worker's report, as bytes. What follows from it is among [`SchedulerConnector::events`].
+    pub fn take_report(&mut self, report: &[u8]) -> Result<(), ConnectorError> {
+        let report = Report::decode(report)?;
+        let ranks = self.scheduler.config().topology.ranks;
+        if report.rank.0 >= ranks {
+            return Err(ConnectorError::ReportRank { rank: report.rank, ranks });
+        }
+        let now = self.now();
+        self.scheduler.take_report(now, report);
+        Ok(())
+    }
+
+    /// What happened since the last call, in order. To be taken once per step, reports or not.
+    pub fn events(&mut self) -> Vec<SchedEvent> {
+        let now = self.now();
+        self.scheduler.time_passed(now);
+        self.scheduler.take_events()
+    }
+
+    /// How long an idle engine may sleep until [`SchedulerConnector::events`] has something to say; `None`: until
+    /// something comes in.
+    pub fn next_wake(&self) -> Option<std::time::Duration> {
+        self.scheduler.next_deadline().map(|at| at.since(self.now()))
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> SchedulerStats {
+        SchedulerStats {
+            producer: self.scheduler.producer_stats(),
+            consumer: self.scheduler.consumer_stats().clone(),
+            handshakes: self.listener.stats(),
+            holds: self.scheduler.holds(),
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! The connector of an engine's worker process.
+
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_handshake::Dialler;
+use kv_proto::handshake::{EngineCard, Query};
+use kv_proto::{BlockLayout, Fingerprint, PeerLocator, Rank};
+use kv_transport::tcp::{TcpConfig, TcpTransport};
+use kv_transport::{Memory, Transport, TransportError};
+use kv_worker::{Dial, Failure, Worker, WorkerConfig, WorkerLimits, WorkerParts, WorkerStats};
+
+use crate::config::{Config, ConfigError, TRANSPORTS, ms};
+use crate::error::ConnectorError;
+use crate::identity::EngineIdentity;
+
+/// What a worker process brings along.
+pub struct WorkerSetup {
+    /// Its rank.
+    pub rank: Rank,
+    /// What names the model and its weights beyond doubt; equal on both sides of a hand-over.
+    pub model: String,
+    /// Where its blocks lie.
+    pub layout: BlockLayout,
+    /// The memories that the layout speaks of, by index.
+    pub memories: Vec<Memory>,
+    /// Called when a report begins to wait, so that an idle engine can make a step; on a thread of the connector's,
+    /// and it must not block.
+    pub on_report: Box<dyn Fn() + Send + Sync>,
+}
+
+impl std::fmt::Debug for WorkerSetup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WorkerSetup")
+            .field("rank", &self.rank)
+            .field("model", &self.model)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The worker half of one rank: leases, peers and pulls, on a thread of its own.
+///
+/// No call blocks or waits for the network. Dropping it ends its threads and sockets within seconds.
+#[derive(Debug)]
+pub struct WorkerConnector {
+    worker: Worker,
+}
+
+/// The handshake over ZeroMQ, as the worker's driver wants it.
+struct ZmqDial(Dialler);
+
+impl Dial for ZmqDial {
+    fn dial(
+        &self,
+        peer: &PeerLocator,
+        query: Query,
+        ours: &Fingerprint,
+        limit: Duration,
+    ) -> Result<EngineCard, Failure> {
+        let dial = kv_handshake::Dial {
+            host: peer.host.clone(),
+            port: peer.port,
+            query,
+            fingerprint: ours.clone(),
+            wanted_life: peer.incarnation,
+            limit,
+        };
+        self.0.dial(&dial).map_err(|error| Failure::new(error.failure(), error.to_string()))
+    }
+}
+
+impl WorkerConnector {
+    /// Starts the worker half of one rank over the transport that the configuration names.
+    pub fn start(
+        config: &Config,
+        identity: &EngineIdentity,
+        setup: WorkerSetup,
+    ) -> Result<Self, ConnectorError> {
+        config.check()?;
+        let transport = open_transport(config)?;
+        Self::start_over(config, identity, setup, transport)
+    }
+
+    /// As [`WorkerConnector::start`], over a transport of the caller's own.
+    pub fn start_over(
+        config: &Config,
+        identity: &EngineIdentity,
+        setup: WorkerSetup,
+        transport: Arc<dyn Transport>,
+    ) -> Result<Self, ConnectorError> {
+        config.check()?;
+        let WorkerSetup { rank, model, layout, memories, on_report } = setup;
+        let fingerprint = Fingerprint::of(&model, &layout, identity.topology);
+        let worker = Worker::start(WorkerParts {
+            config: WorkerConfig {
+                engine: identity.engine.clone(),
+                incarnation: identity.incarnation,
+                rank,
+                topology: identity.topology,
+                limits: limits(config),
+            },
+            layout,
+            fingerprint,
+            memories,
+            transport,
+            dialler: Arc::new(ZmqDial(Dialler::new())),
+            on_report,
+        })?;
+        Ok(Self { worker })
+    }
+
+    /// What this worker publishes about itself, as bytes for [`crate::SchedulerConnector::start`].
+    pub fn card(&self) -> Result<Vec<u8>, ConnectorError> {
+        Ok(self.worker.card().encode()?)
+    }
+
+    /// Takes the plan of a step.
+    pub fn begin_step(&self, plan: &[u8]) -> Result<(), ConnectorError> {
+        Ok(self.worker.begin_step(plan)?)
+    }
+
+    /// What ended since the last call, as bytes for [`crate::SchedulerConnector::take_report`]; `None` if nothing
+    /// did.
+    pub fn report(&self) -> Result<Option<Vec<u8>>, ConnectorError> {
+        Ok(self.worker.take_report().map(|report| report.encode()).transpose()?)
+    }
+
+    /// Counters, as of a moment ago.
+    pub fn stats(&self) -> WorkerStats {
+        self.worker.stats()
+    }
+
+    /// Ends reads, connections and threads within `limit`.
+    pub fn shut_down(&mut self, limit: Duration) {
+        self.worker.shut_down(limit);
+    }
+}
+
+fn limits(config: &Config) -> WorkerLimits {
+    WorkerLimits {
+        handshake: ms(config.handshake_limit_ms),
+        connect: ms(config.connect_limit_ms),
+        retry_min: ms(config.retry_min_ms),
+        retry_max: ms(config.retry_max_ms),
+        peer_wait: ms(config.peer_wait_ms),
+        read: ms(config.read_limit_ms),
+        stall: ms(config.stall_limit_ms),
+        confirm: ms(config.confirm_limit_ms),
+        renew_every: ms(config.renew_every_ms),
+        ..WorkerLimits::default()
+    }
+}
+
+/// Opens the transport that the configuration names.
+pub fn open_transport(config: &Config) -> Result<Arc<dyn Transport>, ConnectorError> {
+    match config.transport.as_str() {
+        "tcp" => {
+            let told = &config.transport_advertise_host;
+            let tcp = TcpConfig {
+                bind: resolve(&config.transport_host)?,
+                advertise: (!told.is_empty()).then(|| told.clone()),
+                ..TcpConfig::default()
+            };
+            Ok(Arc::new(TcpTransport::bind(tcp)?))
+        }
+        _ => {
+            let name = config.transport.clone();
+            Err(ConfigError::UnknownTransport { name, known: TRANSPORTS }.into())
+        }
+    }
+}
+
+fn resolve(host: &str) -> Result<SocketAddr, ConnectorError> {
+    let plain = host.trim_start_matches('[').trim_end_matches(']');
+    if let Ok(address) = plain.parse::<IpAddr>() {
+        return Ok(SocketAddr::new(address, 0));
+    }
+    let failed = |kind, code| TransportError::System {
+        operation: "resolve transport_host",
+        subject: host.to_owned(),
+        kind,
+        code,
+    };
+    let mut found = (plain, 0).to_socket_addrs().map_err(|e| failed(e.kind(), e.raw_os_error()))?;
+    Ok(found.next().ok_or_else(|| failed(std::io::ErrorKind::NotFound, None))?)
+}
