@@ -385,7 +385,14 @@ impl Server {
             }
         };
         // Never waits: the first frame is refused if the peer left or does not read, the others then cannot be.
-        let mut sent = self.router.send(&peer[..], zmq::DONTWAIT | zmq::SNDMORE);
+        let first = || self.router.send(&peer[..], zmq::DONTWAIT | zmq::SNDMORE);
+        let mut sent = first();
+        if sent == Err(zmq::Error::EAGAIN) {
+            // libzmq seldom looks at what its IO thread tells it, so that the peer may have read all the same.
+            // Asking for events makes it look.
+            self.router.get_events()?;
+            sent = first();
+        }
         if sent.is_ok() && frames::delimited(message, 1) {
             sent = self.router.send(zmq::Message::new(), zmq::DONTWAIT | zmq::SNDMORE);
         }

@@ -191,6 +191,28 @@ fn answers_to_a_peer_that_does_not_read_are_dropped_and_others_are_served() {
 }
 
 #[test]
+fn a_peer_that_asks_one_at_a_time_gets_every_answer_however_fast_it_asks() {
+    let config = ListenerConfig { waiting_max: 1, ..ListenerConfig::default() };
+    let listener = Listener::bind(config, card()).unwrap();
+    let context = zmq::Context::new();
+    // Made once: the faster it asks, the less libzmq looks at what it has told itself meanwhile.
+    let query = query_bytes();
+    for _ in 0..30 {
+        let dealer = client(&context, zmq::DEALER, listener.port());
+        for _ in 0..300 {
+            dealer.send(&query, 0).unwrap();
+            let answer = dealer.recv_bytes(0);
+            assert!(
+                answer.is_ok(),
+                "an answer was dropped though all before it were read: {:?}",
+                listener.stats()
+            );
+        }
+    }
+    assert_eq!(listener.stats().dropped_replies, 0);
+}
+
+#[test]
 fn a_draining_engine_refuses_and_can_come_back() {
     let listener = listen();
     let dialler = Dialler::new();

@@ -42,7 +42,8 @@ pub enum HoldId {
 pub enum Verdict {
     /// They may be used again at once.
     Free,
-    /// They must be kept as they are until [`SchedEvent::BlocksReleased`] names this hold.
+    /// Those that a peer may touch must be kept as they are until [`SchedEvent::BlocksReleased`] names this hold. An
+    /// engine that cannot tell them from the request's other blocks keeps all of them until then.
     Hold(HoldId),
 }
 
@@ -99,7 +100,7 @@ pub enum SchedEvent {
         hold: HoldId,
         /// The request that they were of; a label, the id may be in use again.
         request: RequestId,
-        /// The blocks by group.
+        /// The blocks by group that a peer could touch. The request may have had more, before or behind them.
         blocks: Vec<BlockList>,
     },
     /// Workers have not reported an end that they must have reached: they are dead or stuck.
