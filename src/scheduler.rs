@@ -61,6 +61,7 @@ impl SchedulerConnector {
             incarnation: identity.incarnation,
             topology: identity.topology,
             workers,
+            renew_every_ms: (config.lease_ttl_ms.min(config.lease_renewal_ms) / 3).max(1),
         };
         card.check()?;
         let layout = card.workers[0].layout.clone();

@@ -5,6 +5,7 @@ mod demo;
 mod error;
 mod router;
 mod serve;
+mod sim;
 
 use std::process::ExitCode;
 
@@ -27,6 +28,8 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Run the router between a prefill and a decode engine.
     Route(router::RouteArgs),
+    /// Run the real state machines in simulated worlds full of faults.
+    Sim(sim::SimArgs),
     /// One worker process of an engine. Started by `kvx serve`.
     #[command(hide = true)]
     EngineWorker {
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Serve(args) => serve::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Route(args) => router::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Sim(args) => sim::run(&args),
         Command::EngineWorker { socket } => kv_testkit::engine::worker::run(&socket)
             .map(|()| ExitCode::SUCCESS)
             .map_err(|e| Failure::new("engine worker", e)),

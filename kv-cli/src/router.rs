@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 
 use axum::body::{Body, Bytes};
 use axum::extract::{DefaultBodyLimit, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -89,8 +89,9 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
         Ok(_) => return refuse(400, "the request must be an object"),
         Err(error) => return refuse(400, error),
     };
-    let id = match headers.get("x-request-id").and_then(|v| v.to_str().ok()) {
-        Some(id) => id.to_owned(),
+    // Passed on as it is: a name need not be ASCII.
+    let id = match headers.get("x-request-id") {
+        Some(id) => id.clone(),
         None => return refuse(400, "x-request-id is missing"),
     };
     let params = match routes.prefill(&id, &body).await {
@@ -100,7 +101,8 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
     if abort_wish(&headers) == Some("after-finish") {
         // The client is gone: P is told so, as servers tell, although the request has left it; D is never asked.
         let url = routes.prefill.replace("/v1/completions", "/abort");
-        let told = routes.client.post(url).json(&json!({ "request_id": id })).send().await;
+        let name = String::from_utf8_lossy(id.as_bytes());
+        let told = routes.client.post(url).json(&json!({ "request_id": name })).send().await;
         return match told {
             Ok(_) => refuse(CLIENT_GONE, "the client went away after the prefill"),
             Err(error) => refuse(NOT_PREFILLED, error),
@@ -110,7 +112,7 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
 }
 
 impl Routes {
-    async fn prefill(&self, id: &str, body: &Value) -> Result<Value, Response> {
+    async fn prefill(&self, id: &HeaderValue, body: &Value) -> Result<Value, Response> {
         let mut ask = body.clone();
         ask["max_tokens"] = json!(1);
         ask["stream"] = json!(false);
@@ -144,7 +146,7 @@ impl Routes {
         Ok(answer["kv_transfer_params"].clone())
     }
 
-    async fn decode(&self, id: &str, mut ask: Value, params: Value, gone: bool) -> Response {
+    async fn decode(&self, id: &HeaderValue, mut ask: Value, params: Value, gone: bool) -> Response {
         if !params.is_null() {
             ask["kv_transfer_params"] = params;
         }

@@ -29,6 +29,16 @@ pub enum CodecError {
         /// Longest length allowed.
         limit: usize,
     },
+    /// Of another version of the protocol: the processes of one engine are not of one build.
+    #[error("{what} is of protocol version {theirs}, ours is {ours}")]
+    Version {
+        /// What it is.
+        what: &'static str,
+        /// Our version.
+        ours: u32,
+        /// Its version.
+        theirs: u32,
+    },
     /// Not what it should be.
     #[error("{what} cannot be decoded: {reason}")]
     Malformed {
@@ -45,6 +55,40 @@ pub enum CodecError {
         /// The encoder's words.
         reason: String,
     },
+}
+
+/// What says which kind a frame is. A frame of another kind is then an error, and not an empty value.
+#[derive(Serialize, serde::Deserialize)]
+struct Kind<T> {
+    kind: String,
+    version: u32,
+    body: T,
+}
+
+/// Encodes in map form, with the kind and the protocol's version in front.
+pub(crate) fn encode_kind<T: Serialize>(
+    what: &'static str,
+    limit: usize,
+    value: &T,
+) -> Result<Vec<u8>, CodecError> {
+    encode(what, limit, &Kind { kind: what.to_owned(), version: crate::PROTOCOL_VERSION, body: value })
+}
+
+/// Decodes what [`encode_kind`] encoded.
+pub(crate) fn decode_kind<T: DeserializeOwned>(
+    what: &'static str,
+    limit: usize,
+    bytes: &[u8],
+) -> Result<T, CodecError> {
+    let Kind { kind, version, body } = decode::<Kind<T>>(what, limit, bytes)?;
+    if kind != what {
+        let got: String = kind.chars().take(40).collect();
+        return Err(CodecError::Malformed { what, reason: format!("it says that it is a {got:?}") });
+    }
+    if version != crate::PROTOCOL_VERSION {
+        return Err(CodecError::Version { what, ours: crate::PROTOCOL_VERSION, theirs: version });
+    }
+    Ok(body)
 }
 
 /// Encodes in map form.

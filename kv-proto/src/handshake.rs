@@ -95,6 +95,10 @@ pub struct EngineCard {
     pub topology: Topology,
     /// Its workers, by rank.
     pub workers: Vec<WorkerCard>,
+    /// How often a consumer should renew its leases, in milliseconds, so that several renewals may be lost before
+    /// one lapses; 0: as it likes.
+    #[serde(default)]
+    pub renew_every_ms: u64,
 }
 
 /// Why workers' cards do not make an engine.

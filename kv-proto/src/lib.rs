@@ -15,7 +15,7 @@ pub use blocks::BlockList;
 pub use codec::CodecError;
 pub use ids::{Attempt, BlockId, EngineId, IdError, Incarnation, LeaseId, LeaseRef, LoadId, Rank, RequestId};
 pub use layout::{BlockLayout, BlockOrder, Dtype, Fingerprint, RegionKind, RegionLayout, Topology};
-pub use params::{ParamsError, RemotePrefill, TransferParams, token_digest};
+pub use params::{OfferDigest, ParamsError, RemotePrefill, TransferParams, token_digest};
 pub use step::{
     ConsumerOrder, GroupBlocks, LeaseEnd, LeaseTerms, LoadFailure, LoadStats, PeerLocator, Plan,
     ProducerOrder, PullEnd, ReleaseReason, Report,

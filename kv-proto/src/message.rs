@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::codec::{self, CodecError, WORKER_MESSAGE_MAX_BYTES};
 use crate::ids::{Attempt, EngineId, Incarnation, LeaseId, Rank};
 use crate::layout::Topology;
+use crate::params::OfferDigest;
 use crate::step::ReleaseReason;
 
 /// Most leases one message names; more are split over several.
@@ -84,15 +85,17 @@ pub enum WorkerMessage {
         lease: LeaseId,
         /// Which try; a repetition carries the same number.
         attempt: Attempt,
+        /// What was offered under the lease, as it reached the consumer.
+        offer: OfferDigest,
     },
-    /// P: it held until I got your `ReadDone`; for you it has ended.
+    /// P: it held until I got your `ReadDone`, and the offer is mine; for you it has ended.
     Confirmed {
         /// The lease.
         lease: LeaseId,
         /// The try answered.
         attempt: Attempt,
     },
-    /// P: it did not hold. What you read may be anything.
+    /// P: it did not hold, or the offer is not what I offered. What you read may be anything.
     Lapsed {
         /// The lease.
         lease: LeaseId,

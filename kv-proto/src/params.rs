@@ -7,6 +7,7 @@
 //! A client can see and forge all of it. Parameters *locate* a hand-over; they prove nothing. Whether the lease
 //! is real and held is decided between the workers.
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
@@ -135,6 +136,22 @@ pub enum TransferParams {
     },
     /// P to router to D: the prompt was computed elsewhere.
     RemotePrefill(Box<RemotePrefill>),
+}
+
+/// Names one offer beyond doubt: what P handed out, as P knows it and as D received it.
+///
+/// P's workers get it with the grant, D's workers send it with `ReadDone`. Parameters that were changed on the way,
+/// to other blocks or to another prompt, give another digest, and their load is not confirmed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct OfferDigest([u64; 2]);
+
+impl OfferDigest {
+    /// Wraps bytes, for tests and codecs.
+    pub const fn from_bytes(bytes: [u8; 16]) -> Self {
+        let number = u128::from_be_bytes(bytes);
+        Self([(number >> 64) as u64, number as u64])
+    }
 }
 
 /// Digest of the first tokens of a prompt: SHA-256 over the ids as little-endian 32-bit numbers, its first 16
@@ -427,6 +444,26 @@ impl RemotePrefill {
         self.lease.map(|lease| LeaseRef { incarnation: self.incarnation, lease })
     }
 
+    /// The digest of this offer: SHA-256 over everything that says what the blocks hold and which they are, its
+    /// first 16 bytes. Addresses and labels are left out; they only locate.
+    pub fn digest(&self) -> OfferDigest {
+        let mut digest = Sha256::new();
+        digest.update(self.incarnation.get().to_le_bytes());
+        digest.update(self.lease.map_or(0, |lease| lease.0).to_le_bytes());
+        digest.update(self.tokens.to_le_bytes());
+        digest.update(self.block_tokens.to_le_bytes());
+        digest.update(self.token_digest.as_bytes());
+        for group in &self.blocks {
+            digest.update(group.len().to_le_bytes());
+            for block in group.iter() {
+                digest.update(block.0.to_le_bytes());
+            }
+        }
+        let mut short = [0; 16];
+        short.copy_from_slice(&digest.finalize()[..16]);
+        OfferDigest::from_bytes(short)
+    }
+
     /// Number of blocks handed over, per group.
     pub fn block_count(&self) -> u32 {
         self.blocks.first().map_or(0, BlockList::len)
@@ -611,6 +648,25 @@ mod tests {
         for (change, text) in cases {
             assert_eq!(refuse(change), text);
         }
+    }
+
+    #[test]
+    fn an_offer_that_was_changed_on_the_way_has_another_digest() {
+        let ours = sample().digest();
+        assert_eq!(sample().digest(), ours);
+        let changed = [
+            RemotePrefill { blocks: vec![[4, 5, 8].into_iter().map(BlockId).collect()], ..sample() },
+            RemotePrefill { blocks: vec![[5, 4, 9].into_iter().map(BlockId).collect()], ..sample() },
+            RemotePrefill { token_digest: token_digest(&[1, 2, 4]), ..sample() },
+            RemotePrefill { lease: Some(LeaseId(4)), ..sample() },
+            RemotePrefill { incarnation: Incarnation::from_random(8), ..sample() },
+            RemotePrefill { tokens: 41, ..sample() },
+        ];
+        for other in changed {
+            assert_ne!(other.digest(), ours, "{other:?}");
+        }
+        let elsewhere = RemotePrefill { host: "elsewhere".to_owned(), port: 1, ..sample() };
+        assert_eq!(elsewhere.digest(), ours, "where P is found is not what it offers");
     }
 
     #[test]

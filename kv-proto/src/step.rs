@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::blocks::BlockList;
 use crate::codec::{self, CodecError, STEP_MAX_BYTES};
 use crate::ids::{EngineId, Incarnation, LeaseId, LeaseRef, LoadId, Rank};
+use crate::params::OfferDigest;
 
 /// How long a lease lives. Durations in milliseconds; they count from when a worker takes the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,6 +37,8 @@ pub enum ProducerOrder {
         lease: LeaseId,
         /// How long it lives.
         terms: LeaseTerms,
+        /// What was offered under it.
+        offer: OfferDigest,
     },
     /// The announced request hands nothing over.
     Forget {
@@ -122,6 +125,8 @@ pub enum ConsumerOrder {
         load: LoadId,
         /// The lease to read under.
         lease: LeaseRef,
+        /// What was offered under it, as it reached us.
+        offer: OfferDigest,
         /// Whom to read from.
         peer: PeerLocator,
         /// What goes where.
@@ -162,12 +167,12 @@ impl Plan {
 
     /// As bytes.
     pub fn encode(&self) -> Result<Vec<u8>, CodecError> {
-        codec::encode("plan", STEP_MAX_BYTES, self)
+        codec::encode_kind("plan", STEP_MAX_BYTES, self)
     }
 
     /// From bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self, CodecError> {
-        codec::decode("plan", STEP_MAX_BYTES, bytes)
+        codec::decode_kind("plan", STEP_MAX_BYTES, bytes)
     }
 }
 
@@ -316,11 +321,11 @@ impl Report {
 
     /// As bytes.
     pub fn encode(&self) -> Result<Vec<u8>, CodecError> {
-        codec::encode("report", STEP_MAX_BYTES, self)
+        codec::encode_kind("report", STEP_MAX_BYTES, self)
     }
 
     /// From bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self, CodecError> {
-        codec::decode("report", STEP_MAX_BYTES, bytes)
+        codec::decode_kind("report", STEP_MAX_BYTES, bytes)
     }
 }

@@ -75,7 +75,7 @@ fn plan() -> impl Strategy<Value = Plan> {
     let producer = prop_oneof![
         lease_id().prop_map(|lease| ProducerOrder::Announce { lease }),
         (lease_id(), any::<[u64; 3]>()).prop_map(|(lease, [ttl_ms, renewal_ms, max_ms])| {
-            ProducerOrder::Grant { lease, terms: LeaseTerms { ttl_ms, renewal_ms, max_ms } }
+            ProducerOrder::Grant { lease, terms: LeaseTerms { ttl_ms, renewal_ms, max_ms }, offer: common::offer() }
         }),
         lease_id().prop_map(|lease| ProducerOrder::Forget { lease }),
     ];
@@ -83,7 +83,7 @@ fn plan() -> impl Strategy<Value = Plan> {
         prop_oneof![
             (lease(), peer()).prop_map(|(lease, peer)| ConsumerOrder::Track { lease, peer }),
             (load(), lease(), peer(), vec(group(), 0..3))
-                .prop_map(|(load, lease, peer, groups)| ConsumerOrder::Load { load, lease, peer, groups }),
+                .prop_map(|(load, lease, peer, groups)| ConsumerOrder::Load { load, lease, offer: common::offer(), peer, groups }),
             (lease(), peer(), select(&RELEASES[..]))
                 .prop_map(|(lease, peer, reason)| ConsumerOrder::Release { lease, peer, reason }),
             load().prop_map(|load| ConsumerOrder::Cancel { load }),
@@ -124,7 +124,7 @@ fn message() -> impl Strategy<Value = WorkerMessage> {
             .prop_map(|(reason, incarnation)| WorkerMessage::Unwelcome { reason, incarnation }),
         leases().prop_map(|leases| WorkerMessage::Renew { leases }),
         leases().prop_map(|leases| WorkerMessage::NotHeld { leases }),
-        (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::ReadDone { lease, attempt }),
+        (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::ReadDone { lease, attempt, offer: common::offer() }),
         (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::Confirmed { lease, attempt }),
         (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::Lapsed { lease, attempt }),
         (lease_id(), attempt(), select(&RELEASES[..]))
@@ -353,31 +353,55 @@ fn fields_of_a_later_version_are_ignored() {
     let plan = common::plan();
     let places = [
         "",
-        "/producer/0/announce",
-        "/producer/1/grant",
-        "/producer/1/grant/terms",
-        "/consumer/0/track/lease",
-        "/consumer/0/track/peer",
-        "/consumer/1/load",
-        "/consumer/1/load/groups/0",
-        "/consumer/2/cancel",
-        "/consumer/3/release",
+        "/body",
+        "/body/producer/0/announce",
+        "/body/producer/1/grant",
+        "/body/producer/1/grant/terms",
+        "/body/consumer/0/track/lease",
+        "/body/consumer/0/track/peer",
+        "/body/consumer/1/load",
+        "/body/consumer/1/load/groups/0",
+        "/body/consumer/2/cancel",
+        "/body/consumer/3/release",
     ];
     assert_eq!(Plan::decode(&with_unknown_fields(&plan.encode().unwrap(), &places)), Ok(plan));
     let report = common::report();
-    let places = ["", "/loads/0/1/loaded", "/loads/1/1/failed"];
+    let places = ["", "/body", "/body/loads/0/1/loaded", "/body/loads/1/1/failed"];
     assert_eq!(Report::decode(&with_unknown_fields(&report.encode().unwrap(), &places)), Ok(report));
+}
+
+/// A plan or a report as another build may write it.
+fn step_frame(kind: &str, version: u32, body: Value) -> Vec<u8> {
+    rmp_serde::to_vec_named(&json!({"kind": kind, "version": version, "body": body})).unwrap()
+}
+
+#[test]
+fn plans_and_reports_say_what_they_are() {
+    let report = common::report().encode().unwrap();
+    let error = Plan::decode(&report).unwrap_err().to_string();
+    assert!(error.contains("\"report\"") || error.contains("plan"), "{error}");
+    assert!(Report::decode(&common::plan().encode().unwrap()).is_err());
+    for (name, message) in common::messages() {
+        let bytes = message.encode().unwrap();
+        assert!(Plan::decode(&bytes).is_err() && Report::decode(&bytes).is_err(), "{name}");
+    }
+    let later = step_frame("plan", PROTOCOL_VERSION + 1, json!({}));
+    let expected = CodecError::Version { what: "plan", ours: PROTOCOL_VERSION, theirs: PROTOCOL_VERSION + 1 };
+    assert_eq!(Plan::decode(&later), Err(expected));
+    let other = step_frame("report", PROTOCOL_VERSION, json!({}));
+    assert_eq!(Plan::decode(&other).unwrap_err().to_string(), "plan cannot be decoded: it says that it is a \"report\"");
 }
 
 #[test]
 fn fields_that_an_earlier_version_lacks_take_their_defaults() {
-    let of = |value: Value| rmp_serde::to_vec_named(&value).unwrap();
-    assert_eq!(Plan::decode(&of(json!({}))), Ok(Plan::default()));
+    let plan_of = |body: Value| step_frame("plan", PROTOCOL_VERSION, body);
+    let report_of = |body: Value| step_frame("report", PROTOCOL_VERSION, body);
+    assert_eq!(Plan::decode(&plan_of(json!({}))), Ok(Plan::default()));
     let plan = Plan { producer: vec![ProducerOrder::Forget { lease: LeaseId(1) }], consumer: Vec::new() };
-    assert_eq!(Plan::decode(&of(json!({"producer": [{"forget": {"lease": 1}}]}))), Ok(plan));
-    assert_eq!(Report::decode(&of(json!({"rank": 3}))), Ok(Report::new(Rank(3))));
+    assert_eq!(Plan::decode(&plan_of(json!({"producer": [{"forget": {"lease": 1}}]}))), Ok(plan));
+    assert_eq!(Report::decode(&report_of(json!({"rank": 3}))), Ok(Report::new(Rank(3))));
     // What has no default is missed by name.
-    let error = Report::decode(&of(json!({"leases": []}))).unwrap_err();
+    let error = Report::decode(&report_of(json!({"leases": []}))).unwrap_err();
     assert!(error.to_string().contains("missing field `rank`"), "{error}");
 }
 
@@ -395,11 +419,12 @@ fn reasons_of_a_later_version_are_understood_as_other() {
     };
     assert_eq!(reason, kv_proto::message::HelloRefusal::Other);
     let loads = json!([[1, {"failed": {"reason": "of_a_later_version", "detail": ""}}]]);
-    let report = Report::decode(&of(json!({"rank": 0, "loads": loads}))).unwrap();
+    let report = Report::decode(&step_frame("report", PROTOCOL_VERSION, json!({"rank": 0, "loads": loads}))).unwrap();
     assert!(matches!(report.loads[0].1, PullEnd::Failed { reason: kv_proto::LoadFailure::Other, .. }));
     // An order or a message of a later version cannot be obeyed, and is an error.
     assert!(WorkerMessage::decode(&of(json!({"of_a_later_version": {}}))).is_err());
-    assert!(Plan::decode(&of(json!({"producer": [{"of_a_later_version": {}}]}))).is_err());
+    let strange = json!({"producer": [{"of_a_later_version": {}}]});
+    assert!(Plan::decode(&step_frame("plan", PROTOCOL_VERSION, strange)).is_err());
 }
 
 /// The outer form of the handshake as another version may write it.
@@ -473,7 +498,11 @@ fn deep_nesting_is_an_error_and_no_overflow() {
         }
         // A field that nobody knows may be nested a little, and no more.
         for (levels, taken) in [(10, 1), (100, 0)] {
-            let nested = [&[0x81, 0xa1, b'x'][..], &vec![0x91; levels], &[0x90]].concat();
+            let mut value = json!([]);
+            for _ in 0..levels {
+                value = json!([value]);
+            }
+            let nested = step_frame("plan", PROTOCOL_VERSION, json!({"unknown": value}));
             assert_eq!(usize::from(Plan::decode(&nested).is_ok()), taken, "{levels} levels");
         }
     });

@@ -16,7 +16,7 @@ fn duplicate(name: &str) -> SchedError {
 fn r079_an_id_in_use_is_refused_and_its_owner_is_untouched() {
     let mut s = scheduler(1);
     s.request_arrived(at(0), &req("x"), &prompt(8), Some(&ask())).unwrap();
-    s.plan_step(at(0));
+    s.planned(at(0));
     let before = format!("{s:?}");
     assert_eq!(s.request_arrived(at(1), &req("x"), &prompt(4), Some(&ask())), Err(duplicate("x")));
     assert_eq!(format!("{s:?}"), before, "nothing changed");
@@ -49,7 +49,7 @@ fn r079_an_id_may_come_again_while_its_aborted_load_is_not_quiet_and_the_two_do_
     let mut s = scheduler(1);
     start_load(&mut s, 0, "x", 5, 8);
     let _ = s.request_finished(at(1), &req("x"), &RequestEnd::Aborted);
-    s.plan_step(at(1));
+    s.planned(at(1));
     start_load(&mut s, 2, "x", 6, 8);
     s.take_report(at(3), load_report(0, 1, failed(LoadFailure::Cancelled)));
     assert_eq!(s.take_events(), [blocks_released(load_hold(1), "x", run(40, 2))]);
@@ -66,7 +66,7 @@ fn r001_a_refused_duplicate_gives_its_own_offer_back() {
     queue(&mut s, 0, "x", 5, 8);
     let again = s.request_arrived(at(1), &req("x"), &prompt(8), Some(&params(offer(6, 8))));
     assert_eq!(again, Err(duplicate("x")));
-    assert_eq!(s.plan_step(at(1)), consumer(&[release(6, ReleaseReason::Refused)]));
+    assert_eq!(s.planned(at(1)), consumer(&[release(6, ReleaseReason::Refused)]));
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn p2_a_refused_duplicate_does_not_give_back_the_lease_of_the_queued_one() {
     queue(&mut s, 0, "x", 5, 8);
     let again = s.request_arrived(at(1), &req("x"), &prompt(8), Some(&params(offer(5, 8))));
     assert_eq!(again, Err(duplicate("x")));
-    assert!(s.plan_step(at(1)).is_empty());
+    assert!(s.planned(at(1)).is_empty());
     assert_eq!(s.remote_tokens(&req("x"), 0), 8);
 }
 
@@ -85,10 +85,10 @@ fn p2_an_aborted_twin_does_not_give_back_the_lease_of_the_queued_one() {
     queue(&mut s, 0, "a", 5, 8);
     queue(&mut s, 0, "b", 5, 8);
     assert_eq!(s.request_finished(at(1), &req("a"), &RequestEnd::Aborted).verdict, Verdict::Free);
-    assert!(s.plan_step(at(1)).is_empty());
+    assert!(s.planned(at(1)).is_empty());
     let _ = s.request_finished(at(2), &req("b"), &RequestEnd::Aborted);
     assert_eq!(
-        s.plan_step(at(2)),
+        s.planned(at(2)),
         consumer(&[release(5, ReleaseReason::Aborted)]),
         "the last one gives it back"
     );
@@ -102,7 +102,7 @@ fn p2_a_twin_that_needs_nothing_does_not_give_back_the_lease_of_the_queued_one()
     queue(&mut s, 0, "a", 5, 8);
     queue(&mut s, 0, "b", 5, 8);
     s.blocks_allocated(at(1), &req("a"), 8, 0, &[run(0, 2)]).unwrap();
-    assert!(s.plan_step(at(1)).is_empty());
+    assert!(s.planned(at(1)).is_empty());
 }
 
 #[test]
@@ -111,10 +111,10 @@ fn p2_an_aborted_twin_does_not_give_back_the_lease_of_a_load_before_that_has_end
     start_load(&mut s, 0, "a", 5, 8);
     queue(&mut s, 0, "b", 5, 8);
     let _ = s.request_finished(at(1), &req("b"), &RequestEnd::Aborted);
-    assert!(s.plan_step(at(1)).is_empty(), "the load reads under it");
+    assert!(s.planned(at(1)).is_empty(), "the load reads under it");
     s.take_report(at(2), load_report(0, 1, loaded(1)));
     // A rank that had ended its part before the twin came has begun to renew the lease anew.
-    assert_eq!(s.plan_step(at(2)), consumer(&[release(5, ReleaseReason::Aborted)]));
+    assert_eq!(s.planned(at(2)), consumer(&[release(5, ReleaseReason::Aborted)]));
     let _ = s.request_finished(at(3), &req("a"), &RequestEnd::Aborted);
     assert_forgotten(&s);
 }
@@ -127,9 +127,9 @@ fn p2_what_a_load_owes_is_kept_back_again_for_a_third_twin() {
     queue(&mut s, 0, "c", 5, 8);
     let _ = s.request_finished(at(1), &req("b"), &RequestEnd::Aborted);
     s.take_report(at(2), load_report(0, 1, failed(LoadFailure::PeerLost)));
-    assert!(s.plan_step(at(2)).is_empty());
+    assert!(s.planned(at(2)).is_empty());
     let _ = s.request_finished(at(3), &req("c"), &RequestEnd::Aborted);
-    assert_eq!(s.plan_step(at(3)), consumer(&[release(5, ReleaseReason::Aborted)]));
+    assert_eq!(s.planned(at(3)), consumer(&[release(5, ReleaseReason::Aborted)]));
 }
 
 #[test]
@@ -140,7 +140,7 @@ fn a_forged_copy_of_an_offer_with_another_address_is_given_back_there() {
     let forged = RemotePrefill { host: "elsewhere".to_owned(), ..offer(5, 8) };
     let role = s.request_arrived(at(0), &req("b"), &prompt(8), Some(&params(forged)));
     assert_eq!(role, Ok(Role::Consumer));
-    s.plan_step(at(0));
+    s.planned(at(0));
     let _ = s.request_finished(at(1), &req("b"), &RequestEnd::Aborted);
     let there = kv_proto::PeerLocator { host: "elsewhere".to_owned(), ..peer() };
     let order = kv_proto::ConsumerOrder::Release {
@@ -148,7 +148,7 @@ fn a_forged_copy_of_an_offer_with_another_address_is_given_back_there() {
         peer: there,
         reason: ReleaseReason::Aborted,
     };
-    assert_eq!(s.plan_step(at(1)), consumer(&[order]));
+    assert_eq!(s.planned(at(1)), consumer(&[order]));
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn two_twins_may_both_load_and_each_has_a_load_of_its_own() {
     start_load(&mut s, 0, "a", 5, 8);
     queue(&mut s, 0, "b", 5, 8);
     s.blocks_allocated(at(1), &req("b"), 0, 8, &[run(50, 2)]).unwrap();
-    assert_eq!(s.plan_step(at(1)), consumer(&[load(2, 5, 0, run(20, 2), run(50, 2))]));
+    assert_eq!(s.planned(at(1)), consumer(&[load(2, 5, 0, run(20, 2), run(50, 2))]));
     s.take_report(at(2), load_report(0, 2, failed(LoadFailure::Lapsed)));
     s.take_report(at(2), load_report(0, 1, loaded(1)));
     let ended: Vec<_> = s.take_events();

@@ -151,7 +151,7 @@ fn r019_an_abort_while_loading_holds_the_blocks_until_every_rank_is_quiet() {
     let mut s = loading(2);
     let aborted = s.request_finished(at(1), &req("r"), &RequestEnd::Aborted);
     assert_eq!(aborted, Finish { verdict: Verdict::Hold(load_hold(1)), params: None });
-    assert_eq!(s.plan_step(at(1)), consumer(&[cancel(1)]));
+    assert_eq!(s.planned(at(1)), consumer(&[cancel(1)]));
     s.take_report(at(2), load_report(0, 1, failed(LoadFailure::Cancelled)));
     assert_eq!((s.take_events(), s.holds()), (vec![], 1));
     s.take_report(at(3), load_report(1, 1, loaded(1)));
@@ -173,7 +173,7 @@ fn r068_an_abort_that_comes_after_the_last_report_finds_the_blocks_free() {
 fn p3_workers_that_stay_silent_about_an_aborted_load_are_told_and_the_blocks_stay_held() {
     let mut s = loading(2);
     let _ = s.request_finished(at(1), &req("r"), &RequestEnd::Aborted);
-    s.plan_step(at(1));
+    s.planned(at(1));
     let overdue = 1 + LOAD_MS + GRACE_MS;
     s.time_passed(at(overdue - 1));
     assert_eq!(s.take_events(), []);
@@ -190,16 +190,16 @@ fn p3_workers_that_stay_silent_about_an_aborted_load_are_told_and_the_blocks_sta
 #[test]
 fn p4_a_load_that_takes_too_long_is_cancelled_once() {
     let mut s = loading(1);
-    assert!(s.plan_step(at(LOAD_MS - 1)).is_empty());
-    assert_eq!(s.plan_step(at(LOAD_MS)), consumer(&[cancel(1)]));
+    assert!(s.planned(at(LOAD_MS - 1)).is_empty());
+    assert_eq!(s.planned(at(LOAD_MS)), consumer(&[cancel(1)]));
     assert_eq!((s.take_events(), s.holds()), (vec![], 1), "the request waits for the word that it is quiet");
-    assert!(s.plan_step(at(LOAD_MS + 1)).is_empty());
+    assert!(s.planned(at(LOAD_MS + 1)).is_empty());
 }
 
 #[test]
 fn a_late_load_that_is_cancelled_in_time_fails_with_its_workers_reason() {
     let mut s = loading(1);
-    s.plan_step(at(LOAD_MS));
+    s.planned(at(LOAD_MS));
     s.take_report(at(LOAD_MS + 1), load_report(0, 1, failed(LoadFailure::Cancelled)));
     assert_eq!(s.take_events(), [failure(LoadFailure::Cancelled, "cancelled", None)]);
     finish(&mut s, LOAD_MS + 2);
@@ -209,7 +209,7 @@ fn a_late_load_that_is_cancelled_in_time_fails_with_its_workers_reason() {
 #[test]
 fn a_load_that_was_confirmed_before_the_cancel_reached_it_is_good() {
     let mut s = loading(1);
-    s.plan_step(at(LOAD_MS));
+    s.planned(at(LOAD_MS));
     s.take_report(at(LOAD_MS + 1), load_report(0, 1, loaded(0)));
     assert!(matches!(s.take_events()[..], [SchedEvent::LoadEnded { result: LoadResult::Loaded { .. }, .. }]));
 }
@@ -218,7 +218,7 @@ fn a_load_that_was_confirmed_before_the_cancel_reached_it_is_good() {
 fn r012_ranks_that_never_report_end_the_wait_but_not_the_hold() {
     let mut s = loading(2);
     s.take_report(at(1), load_report(0, 1, loaded(1)));
-    s.plan_step(at(LOAD_MS));
+    s.planned(at(LOAD_MS));
     s.time_passed(at(LOAD_MS + GRACE_MS - 1));
     assert_eq!(s.take_events(), []);
     s.time_passed(at(LOAD_MS + GRACE_MS));
@@ -246,10 +246,10 @@ fn r015_a_report_that_has_arrived_counts_before_the_deadlines_that_have_passed()
 #[test]
 fn an_abort_while_being_cancelled_for_lateness_holds_the_blocks() {
     let mut s = loading(1);
-    s.plan_step(at(LOAD_MS));
+    s.planned(at(LOAD_MS));
     let aborted = s.request_finished(at(LOAD_MS + 1), &req("r"), &RequestEnd::Aborted);
     assert_eq!(aborted.verdict, Verdict::Hold(load_hold(1)));
-    assert_eq!(s.plan_step(at(LOAD_MS + 1)), consumer(&[cancel(1)]));
+    assert_eq!(s.planned(at(LOAD_MS + 1)), consumer(&[cancel(1)]));
     s.time_passed(at(LOAD_MS + GRACE_MS));
     assert_eq!(s.take_events(), [], "the first limit has been replaced");
     s.take_report(at(LOAD_MS + 600), load_report(0, 1, failed(LoadFailure::Cancelled)));

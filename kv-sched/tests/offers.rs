@@ -16,7 +16,7 @@ fn nothing_pinned() -> RemotePrefill {
 fn arrive(offer: RemotePrefill) -> (Result<Role, SchedError>, kv_proto::Plan, Scheduler) {
     let mut s = scheduler(1);
     let role = s.request_arrived(at(0), &req("r"), &prompt(8), Some(&params(offer)));
-    let plan = s.plan_step(at(0));
+    let plan = s.planned(at(0));
     (role, plan, s)
 }
 
@@ -85,7 +85,7 @@ fn r004_when_nothing_is_pinned_nothing_is_loaded_and_nothing_given_back() {
     s.blocks_allocated(at(1), &req("r"), 0, 0, &[run(0, 2)]).unwrap();
     let finish = s.request_finished(at(2), &req("r"), &complete(8, &[run(0, 2)]));
     assert_eq!(finish, Finish { verdict: Verdict::Free, params: None });
-    assert!(s.plan_step(at(2)).is_empty());
+    assert!(s.planned(at(2)).is_empty());
     assert_forgotten(&s);
 }
 
@@ -125,7 +125,7 @@ fn r052_an_offer_below_the_threshold_is_given_back() {
     let mut s = scheduler(1);
     queue(&mut s, 0, "r", 5, 7);
     s.blocks_allocated(at(1), &req("r"), 4, 0, &[run(40, 2)]).unwrap();
-    assert_eq!(s.plan_step(at(1)), consumer(&[release(5, ReleaseReason::NotNeeded)]));
+    assert_eq!(s.planned(at(1)), consumer(&[release(5, ReleaseReason::NotNeeded)]));
     assert_eq!(s.next_deadline(), None);
 }
 
@@ -134,7 +134,7 @@ fn r050_a_full_prefix_hit_gives_the_offer_back_at_once() {
     let mut s = scheduler(1);
     queue(&mut s, 0, "r", 5, 8);
     s.blocks_allocated(at(1), &req("r"), 8, 0, &[run(40, 2)]).unwrap();
-    assert_eq!(s.plan_step(at(1)), consumer(&[release(5, ReleaseReason::NotNeeded)]));
+    assert_eq!(s.planned(at(1)), consumer(&[release(5, ReleaseReason::NotNeeded)]));
     let _ = s.request_finished(at(2), &req("r"), &complete(8, &[run(40, 2)]));
     assert!(!s.has_plan(), "given back once");
     assert_forgotten(&s);
@@ -145,7 +145,7 @@ fn an_allocation_orders_the_whole_load() {
     let mut s = scheduler(1);
     queue(&mut s, 0, "r", 5, 7);
     s.blocks_allocated(at(1), &req("r"), 0, 7, &[list(&[9, 3, 60])]).unwrap();
-    assert_eq!(s.plan_step(at(1)), consumer(&[load(1, 5, 0, run(20, 2), list(&[9, 3]))]));
+    assert_eq!(s.planned(at(1)), consumer(&[load(1, 5, 0, run(20, 2), list(&[9, 3]))]));
     assert_eq!((s.holds(), s.next_deadline()), (1, Some(at(1 + LOAD_MS))));
     assert_eq!(s.consumer_stats(), &ConsumerStats { loads: 1, ..ConsumerStats::default() });
 }
@@ -156,9 +156,9 @@ fn blocks_pair_by_their_position_in_the_sequence() {
     let remote = [31, 7, 30, 12];
     let offer = RemotePrefill { blocks: vec![list(&remote)], ..offer(5, 15) };
     s.request_arrived(at(0), &req("r"), &prompt(15), Some(&params(offer))).unwrap();
-    s.plan_step(at(0));
+    s.planned(at(0));
     s.blocks_allocated(at(1), &req("r"), 8, 7, &[list(&[2, 50, 1, 49, 48])]).unwrap();
-    assert_eq!(s.plan_step(at(1)), consumer(&[load(1, 5, 2, list(&[30, 12]), list(&[1, 49]))]));
+    assert_eq!(s.planned(at(1)), consumer(&[load(1, 5, 2, list(&[30, 12]), list(&[1, 49]))]));
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn each_group_pairs_its_own_blocks() {
     let offer = RemotePrefill { blocks: vec![run(20, 2), run(30, 2)], ..offer(5, 8) };
     s.request_arrived(at(0), &req("r"), &prompt(8), Some(&params(offer))).unwrap();
     s.blocks_allocated(at(1), &req("r"), 4, 4, &[run(40, 2), run(50, 2)]).unwrap();
-    let ConsumerOrder::Load { load: LoadId(1), groups, .. } = s.plan_step(at(1)).consumer.remove(1) else {
+    let ConsumerOrder::Load { load: LoadId(1), groups, .. } = s.planned(at(1)).consumer.remove(1) else {
         panic!("no load")
     };
     let group = |group, remote, local| GroupBlocks {
@@ -251,7 +251,7 @@ fn r001_an_abort_in_the_queue_gives_the_offer_back() {
     queue(&mut s, 0, "r", 5, 8);
     let finish = s.request_finished(at(1), &req("r"), &RequestEnd::Aborted);
     assert_eq!(finish, Finish { verdict: Verdict::Free, params: None });
-    assert_eq!(s.plan_step(at(1)), consumer(&[release(5, ReleaseReason::Aborted)]));
+    assert_eq!(s.planned(at(1)), consumer(&[release(5, ReleaseReason::Aborted)]));
     assert_forgotten(&s);
 }
 
@@ -261,7 +261,7 @@ fn p4_a_request_that_waits_too_long_gives_its_offer_back_and_is_computed_here() 
     queue(&mut s, 0, "r", 5, 8);
     s.time_passed(at(QUEUE_MS - 1));
     assert!(!s.has_plan());
-    assert_eq!(s.plan_step(at(QUEUE_MS)), consumer(&[release(5, ReleaseReason::WaitedTooLong)]));
+    assert_eq!(s.planned(at(QUEUE_MS)), consumer(&[release(5, ReleaseReason::WaitedTooLong)]));
     assert_eq!((s.remote_tokens(&req("r"), 0), s.next_deadline()), (0, None));
     assert_eq!(s.take_events(), Vec::<SchedEvent>::new());
     s.blocks_allocated(at(QUEUE_MS + 1), &req("r"), 0, 0, &[run(40, 2)]).unwrap();
@@ -275,5 +275,5 @@ fn p4_a_request_that_waits_too_long_gives_its_offer_back_and_is_computed_here() 
 fn an_allocation_ends_the_wait_in_the_queue() {
     let mut s = scheduler(1);
     start_load(&mut s, 0, "r", 5, 8);
-    assert!(s.plan_step(at(QUEUE_MS + 1)).is_empty());
+    assert!(s.planned(at(QUEUE_MS + 1)).is_empty());
 }

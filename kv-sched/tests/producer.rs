@@ -5,7 +5,7 @@
 mod common;
 
 use common::*;
-use kv_proto::{LeaseEnd, LeaseId, ProducerOrder, Rank, RemotePrefill, TransferParams, token_digest};
+use kv_proto::{ConsumerOrder, LeaseEnd, LeaseId, ProducerOrder, Rank, RemotePrefill, TransferParams, token_digest};
 use kv_sched::{Finish, ProducerStats, RequestEnd, Role, SchedEvent, Verdict};
 
 const L1: LeaseId = LeaseId(1);
@@ -19,7 +19,7 @@ fn forget(lease: u64) -> ProducerOrder {
 }
 
 fn grant(lease: u64) -> ProducerOrder {
-    ProducerOrder::Grant { lease: LeaseId(lease), terms: config(1).terms() }
+    ProducerOrder::Grant { lease: LeaseId(lease), terms: config(1).terms(), offer: BLANK }
 }
 
 /// What this engine offers of a request named `r`.
@@ -50,8 +50,8 @@ fn an_arrival_is_announced_to_the_workers_with_the_next_plan() {
     let mut s = scheduler(1);
     assert_eq!(s.request_arrived(at(0), &req("r"), &prompt(8), Some(&ask())), Ok(Role::Producer));
     assert!(s.has_plan());
-    assert_eq!(s.plan_step(at(0)), producer(&[announce(1)]));
-    assert!(s.plan_step(at(1)).is_empty(), "a plan is given out once");
+    assert_eq!(s.planned(at(0)), producer(&[announce(1)]));
+    assert!(s.planned(at(1)).is_empty(), "a plan is given out once");
 }
 
 #[test]
@@ -71,7 +71,25 @@ fn a_prompt_of_whole_blocks_hands_over_exactly_its_blocks() {
     let finish = s.request_finished(at(1), &req("r"), &complete(8, &[run(8, 2)]));
     let expected = Finish { verdict: Verdict::Hold(lease_hold(1)), params: Some(offered(8, run(8, 2))) };
     assert_eq!(finish, expected);
-    assert_eq!(s.plan_step(at(1)), producer(&[announce(1), grant(1)]));
+    assert_eq!(s.planned(at(1)), producer(&[announce(1), grant(1)]));
+}
+
+#[test]
+fn h18_the_grant_and_the_load_name_the_same_offer() {
+    let mut p = scheduler(1);
+    p.request_arrived(at(0), &req("r"), &prompt(8), Some(&ask())).unwrap();
+    let finish = p.request_finished(at(1), &req("r"), &complete(8, &[run(8, 2)]));
+    let params = finish.params.unwrap();
+    let Some(ProducerOrder::Grant { offer: granted, .. }) = p.plan_step(at(1)).producer.pop() else { panic!("no grant") };
+    assert_eq!(granted, params.digest());
+
+    let mut d = scheduler(1);
+    let params = TransferParams::RemotePrefill(Box::new(params));
+    let carried = TransferParams::parse(&params.to_json()).unwrap().unwrap();
+    d.request_arrived(at(0), &req("r"), &prompt(8), Some(&carried)).unwrap();
+    d.blocks_allocated(at(1), &req("r"), 0, 8, &[run(30, 2)]).unwrap();
+    let Some(ConsumerOrder::Load { offer: read, .. }) = d.plan_step(at(1)).consumer.pop() else { panic!("no load") };
+    assert_eq!(read, granted);
 }
 
 #[test]
@@ -97,7 +115,7 @@ fn r004_an_empty_prompt_pins_nothing_and_says_so() {
     s.request_arrived(at(0), &req("r"), &[], Some(&ask())).unwrap();
     let finish = s.request_finished(at(1), &req("r"), &complete(0, &[list(&[])]));
     assert_eq!(finish, Finish { verdict: Verdict::Free, params: Some(nothing()) });
-    assert_eq!(s.plan_step(at(1)), producer(&[announce(1), forget(1)]));
+    assert_eq!(s.planned(at(1)), producer(&[announce(1), forget(1)]));
     assert_forgotten(&s);
 }
 
@@ -107,7 +125,7 @@ fn an_aborted_request_offers_nothing_at_all() {
     s.request_arrived(at(0), &req("r"), &prompt(8), Some(&ask())).unwrap();
     let finish = s.request_finished(at(1), &req("r"), &RequestEnd::Aborted);
     assert_eq!(finish, Finish { verdict: Verdict::Free, params: None });
-    assert_eq!(s.plan_step(at(1)), producer(&[announce(1), forget(1)]));
+    assert_eq!(s.planned(at(1)), producer(&[announce(1), forget(1)]));
     assert_eq!(s.producer_stats(), ProducerStats { forgotten: 1, ..ProducerStats::default() });
     assert_forgotten(&s);
 }
@@ -118,7 +136,7 @@ fn r022_an_incomplete_prompt_is_never_offered() {
     s.request_arrived(at(0), &req("r"), &prompt(8), Some(&ask())).unwrap();
     let finish = s.request_finished(at(1), &req("r"), &complete(7, &[run(8, 2)]));
     assert_eq!(finish, Finish { verdict: Verdict::Free, params: Some(nothing()) });
-    assert_eq!(s.plan_step(at(1)), producer(&[announce(1), forget(1)]));
+    assert_eq!(s.planned(at(1)), producer(&[announce(1), forget(1)]));
 }
 
 #[test]
@@ -253,7 +271,7 @@ fn r005_an_abort_after_the_hand_over_leaves_the_lease_alone() {
     let mut s = scheduler(1);
     hand_over(&mut s, 0, "r", 8);
     let _ = s.request_finished(at(1), &req("r"), &RequestEnd::Aborted);
-    assert!(s.plan_step(at(1)).is_empty());
+    assert!(s.planned(at(1)).is_empty());
     assert_eq!(s.holds(), 1);
     s.take_report(at(10), lease_report(0, 1, LeaseEnd::Confirmed));
     assert_eq!(s.take_events(), [blocks_released(lease_hold(1), "r", run(8, 2))]);
@@ -265,6 +283,6 @@ fn leases_are_numbered_in_order_and_never_again() {
     for n in 1..=3 {
         s.request_arrived(at(0), &req("r"), &prompt(8), Some(&ask())).unwrap();
         let _ = s.request_finished(at(0), &req("r"), &RequestEnd::Aborted);
-        assert_eq!(s.plan_step(at(0)), producer(&[announce(n), forget(n)]));
+        assert_eq!(s.planned(at(0)), producer(&[announce(n), forget(n)]));
     }
 }

@@ -1,4 +1,5 @@
 #![doc = include_str!("../README.md")]
 
 pub mod engine;
+pub mod sim;
 pub mod unmoved;

@@ -156,7 +156,13 @@ impl Running {
                     None => return self.shut_down(Duration::from_secs(1)).await,
                 },
                 event = transport.next_event() => match event {
-                    Some(event) => self.event(event),
+                    Some(event) => {
+                        let over = self.plans_first(&mut commands);
+                        self.event(event);
+                        if let Some(limit) = over {
+                            return self.shut_down(limit).await;
+                        }
+                    }
                     None => {
                         warn!(transport = transport.name(), "transport closed under the worker");
                         return self.shut_down(Duration::ZERO).await;
@@ -173,7 +179,13 @@ impl Running {
                     // First everything that has arrived, then the deadlines.
                     for _ in 0..EVENTS_PER_TURN {
                         match tokio::time::timeout(Duration::ZERO, transport.next_event()).await {
-                            Ok(Some(event)) => self.event(event),
+                            Ok(Some(event)) => {
+                                let over = self.plans_first(&mut commands);
+                                self.event(event);
+                                if let Some(limit) = over {
+                                    return self.shut_down(limit).await;
+                                }
+                            }
                             Ok(None) | Err(_) => break,
                         }
                     }
@@ -184,6 +196,20 @@ impl Running {
                 }
             }
             self.settle();
+        }
+    }
+
+    /// Takes the plans that wait, before an event is taken: a consumer may end a lease whose announcement has been
+    /// in the queue since long before, and an ending of a lease that nobody knows is lost. Returns the limit of a
+    /// shutdown, if one was asked for.
+    fn plans_first(&mut self, commands: &mut mpsc::UnboundedReceiver<Command>) -> Option<Duration> {
+        loop {
+            match commands.try_recv() {
+                Ok(Command::Plan(plan)) => self.take(Fact::PlanTaken(plan)),
+                Ok(Command::Shutdown { limit }) => return Some(limit),
+                // Empty, or without a sender: the loop finds that out by itself.
+                Err(_) => return None,
+            }
         }
     }
 
@@ -306,6 +332,8 @@ impl Running {
 
     /// Ends the transport, hears the last of it, and reports what ended.
     async fn shut_down(mut self, limit: Duration) {
+        let now = self.now();
+        self.driver.machine.close(now, &mut self.decisions);
         self.settle();
         let transport = self.driver.transport.clone();
         let until = tokio::time::Instant::now() + limit;

@@ -107,7 +107,7 @@ fn blocks_that_a_pool_does_not_have_fail_the_load() {
     for (remote, local) in [(vec![BLOCKS], vec![1]), (vec![1], vec![BLOCKS]), (vec![1, 2], vec![1])] {
         let mut rig = reading();
         let ConsumerOrder::Load { lease, peer, .. } = load(1, 6, 2) else { panic!() };
-        let order = ConsumerOrder::Load { load: LoadId(2), lease, peer, groups: groups(&remote, &local) };
+        let order = ConsumerOrder::Load { load: LoadId(2), lease, offer: OFFER, peer, groups: groups(&remote, &local) };
         assert_eq!(rig.order(1, &[order]), ["d0: release 6/2 load_failed"]);
         assert_eq!(rig.loads(), ends(&[(2, "bad_blocks")]));
     }
@@ -117,7 +117,7 @@ fn blocks_that_a_pool_does_not_have_fail_the_load() {
 fn r050_a_load_of_nothing_is_only_confirmed() {
     let mut rig = reading();
     let ConsumerOrder::Load { lease, peer, .. } = load(1, 6, 2) else { panic!() };
-    let order = ConsumerOrder::Load { load: LoadId(2), lease, peer, groups: groups(&[], &[]) };
+    let order = ConsumerOrder::Load { load: LoadId(2), lease, offer: OFFER, peer, groups: groups(&[], &[]) };
     assert_eq!(rig.order(1, &[order]), ["d0: read done 6/2"]);
 }
 
@@ -125,7 +125,7 @@ fn r050_a_load_of_nothing_is_only_confirmed() {
 fn each_block_is_read_to_its_partner() {
     let mut rig = reading();
     let ConsumerOrder::Load { lease, peer, .. } = load(1, 6, 2) else { panic!() };
-    let order = ConsumerOrder::Load { load: LoadId(2), lease, peer, groups: groups(&[3, 0], &[1, 6]) };
+    let order = ConsumerOrder::Load { load: LoadId(2), lease, offer: OFFER, peer, groups: groups(&[3, 0], &[1, 6]) };
     let mut out = Vec::new();
     let plan = kv_proto::Plan { producer: vec![], consumer: vec![order] };
     rig.m.take(at(1), Fact::PlanTaken(plan), &mut out);

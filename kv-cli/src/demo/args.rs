@@ -31,13 +31,13 @@ pub(crate) struct DemoArgs {
     #[arg(long, default_value_t = 4)]
     pub(crate) concurrency: usize,
     /// Tokens to sample for each.
-    #[arg(long, default_value_t = 24)]
+    #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_tokens: u32,
     /// Worker processes of the prefill engine.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) prefill_ranks: u32,
     /// Worker processes of the decode engine. So far as many as the prefill engine has.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) decode_ranks: u32,
     /// Both engines schedule one step ahead.
     #[arg(long)]

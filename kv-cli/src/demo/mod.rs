@@ -34,10 +34,18 @@ pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::new("--requests and --concurrency", "must be at least 1"));
     }
     let wishes = wishes(args)?;
-    let longest = wishes.iter().map(|w| w.prompt.len() as u32 + w.max_tokens).max().unwrap_or(0);
-    let needed = longest.div_ceil(prompts::BLOCK_TOKENS as u32);
-    if args.kv_blocks < needed {
-        let why = format!("the longest prompt needs {needed} blocks, the pool has {}", args.kv_blocks);
+    if args.prefill_ranks != args.decode_ranks {
+        // Every load would be refused in the handshake and computed instead: right answers that show nothing.
+        let why =
+            format!("{} and {} differ; both engines need as many", args.prefill_ranks, args.decode_ranks);
+        return Err(Failure::new("--prefill-ranks and --decode-ranks", why));
+    }
+    kv_connector::Config::from_json(&config(args, "demo").to_string())
+        .map_err(|e| Failure::new("--transport", e))?;
+    let longest = wishes.iter().map(|w| w.prompt.len() as u64 + u64::from(w.max_tokens)).max().unwrap_or(0);
+    let needed = longest.div_ceil(prompts::BLOCK_TOKENS as u64);
+    if u64::from(args.kv_blocks) < needed {
+        let why = format!("the longest request needs {needed} blocks, the pool has {}", args.kv_blocks);
         return Err(Failure::new("--kv-blocks", why));
     }
     let outcome = runtime()?.block_on(play(args, wishes))?;
@@ -86,15 +94,18 @@ fn engine(args: &DemoArgs, ranks: u32, blocks: u32, more: &[String]) -> Vec<Stri
     all
 }
 
-fn connector(args: &DemoArgs, engine_id: &str) -> Vec<String> {
-    let config = json!({
+fn config(args: &DemoArgs, engine_id: &str) -> Value {
+    json!({
         "engine_id": engine_id,
         "transport": args.transport,
         "lease_ttl_ms": LEASE_TTL.as_millis() as u64,
         "lease_renewal_ms": LEASE_TTL.as_millis() as u64,
         "renew_every_ms": 1000,
-    });
-    vec!["--connector".to_owned(), config.to_string()]
+    })
+}
+
+fn connector(args: &DemoArgs, engine_id: &str) -> Vec<String> {
+    vec!["--connector".to_owned(), config(args, engine_id).to_string()]
 }
 
 async fn play(args: &DemoArgs, wishes: Vec<Wish>) -> Result<Outcome, Failure> {

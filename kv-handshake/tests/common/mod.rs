@@ -61,6 +61,7 @@ pub(crate) fn card_with(ranks: u32, fingerprint: &Fingerprint, address: &[u8]) -
         incarnation: LIFE,
         topology: Topology { ranks },
         workers: (0..ranks).map(worker).collect(),
+        renew_every_ms: 0,
     }
 }
 

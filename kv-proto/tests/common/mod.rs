@@ -86,7 +86,7 @@ pub(crate) fn messages() -> Vec<(String, WorkerMessage)> {
         ("welcome".to_owned(), WorkerMessage::Welcome { incarnation: LIFE, rank: Rank(1) }),
         ("renew".to_owned(), WorkerMessage::Renew { leases: leases.clone() }),
         ("not_held".to_owned(), WorkerMessage::NotHeld { leases }),
-        ("read_done".to_owned(), WorkerMessage::ReadDone { lease, attempt }),
+        ("read_done".to_owned(), WorkerMessage::ReadDone { lease, attempt, offer: offer() }),
         ("confirmed".to_owned(), WorkerMessage::Confirmed { lease, attempt }),
         ("lapsed".to_owned(), WorkerMessage::Lapsed { lease, attempt }),
     ];
@@ -114,7 +114,7 @@ pub(crate) fn plan() -> Plan {
     }];
     let mut consumer = vec![
         ConsumerOrder::Track { lease, peer: peer.clone() },
-        ConsumerOrder::Load { load: LoadId(1), lease, peer: peer.clone(), groups },
+        ConsumerOrder::Load { load: LoadId(1), lease, offer: offer(), peer: peer.clone(), groups },
         ConsumerOrder::Cancel { load: LoadId(1) },
     ];
     consumer.extend(RELEASES.map(|reason| ConsumerOrder::Release { lease, peer: peer.clone(), reason }));
@@ -122,7 +122,7 @@ pub(crate) fn plan() -> Plan {
     Plan {
         producer: vec![
             ProducerOrder::Announce { lease: LeaseId(7) },
-            ProducerOrder::Grant { lease: LeaseId(7), terms },
+            ProducerOrder::Grant { lease: LeaseId(7), terms, offer: offer() },
             ProducerOrder::Forget { lease: LeaseId(8) },
         ],
         consumer,
@@ -185,6 +185,7 @@ pub(crate) fn engine_card() -> EngineCard {
         incarnation: LIFE,
         topology: Topology { ranks: 2 },
         workers: vec![worker_card(0), worker_card(1)],
+        renew_every_ms: 3_333,
     }
 }
 
@@ -256,4 +257,8 @@ pub(crate) fn decode_all(bytes: &[u8]) -> usize {
         ),
     ];
     taken.iter().filter(|taken| **taken).count()
+}
+
+pub(crate) fn offer() -> kv_proto::OfferDigest {
+    kv_proto::OfferDigest::from_bytes([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 255])
 }

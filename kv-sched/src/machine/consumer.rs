@@ -296,7 +296,8 @@ impl Consumer {
             stage: Stage::Running { until: now + config.load_limit },
             owed: None,
         };
-        orders.push(ConsumerOrder::Load { load, lease, peer: locator(remote), groups });
+        let offer = remote.digest();
+        orders.push(ConsumerOrder::Load { load, lease, offer, peer: locator(remote), groups });
         self.timers.clear(until, TimerKey::Request(request.clone()));
         self.timers.set(now + config.load_limit, TimerKey::Load(load));
         self.loads.insert(load, record);

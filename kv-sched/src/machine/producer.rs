@@ -140,10 +140,10 @@ impl Producer {
             return Some(Finish { verdict: Verdict::Free, params: nothing });
         };
         self.stats.granted += 1;
-        orders.push(ProducerOrder::Grant { lease, terms: config.terms() });
         let overdue_at = now + config.lease_max + config.report_grace;
         self.timers.set(overdue_at, lease);
         let params = self.params(config, request, blocks.clone(), prompt_tokens, Some(lease), token_digest);
+        orders.push(ProducerOrder::Grant { lease, terms: config.terms(), offer: params.digest() });
         let held = Held { request: request.clone(), blocks, ended: BTreeMap::new(), overdue_at };
         self.held.insert(lease, held);
         Some(Finish { verdict: Verdict::Hold(HoldId::Lease(lease)), params: Some(params) })

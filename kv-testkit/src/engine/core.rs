@@ -79,6 +79,8 @@ pub struct Core {
     next_request: u64,
     next_step: u64,
     nudged: bool,
+    /// A running request found no room the last time; it goes before those that wait.
+    short_of_blocks: bool,
     happenings: Vec<(u64, Happening)>,
     stats: CoreStats,
 }
@@ -100,6 +102,7 @@ impl Core {
             next_request: 1,
             next_step: 1,
             nudged: false,
+            short_of_blocks: false,
             happenings: Vec::new(),
             stats: CoreStats::default(),
         }
@@ -125,6 +128,11 @@ impl Core {
         self.requests.len()
     }
 
+    /// The number of the request that has this id now.
+    pub fn number_of(&self, id: &RequestId) -> Option<u64> {
+        self.numbers.get(id).copied()
+    }
+
     /// What happened since the last call, by request number.
     pub fn take_happenings(&mut self) -> Vec<(u64, Happening)> {
         std::mem::take(&mut self.happenings)
@@ -137,7 +145,10 @@ impl Core {
 
     /// Accepts a request and returns its number, or says why not.
     pub fn arrive(&mut self, ask: Ask) -> Result<u64, String> {
-        self.admissible(&ask)?;
+        if let Err(reason) = self.admissible(&ask) {
+            self.give_back(&ask);
+            return Err(reason);
+        }
         let role = match &mut self.connector {
             Some(connector) => connector
                 .request_arrived(&ask.id, &ask.prompt, ask.params.as_ref())
@@ -152,6 +163,18 @@ impl Core {
         self.stats.requests += 1;
         self.happenings.push((number, Happening::Queued));
         Ok(number)
+    }
+
+    /// What a refused request would have loaded is given back, so that no block waits for a reader that will not
+    /// come.
+    fn give_back(&mut self, ask: &Ask) {
+        let Some(connector) = &mut self.connector else { return };
+        let offer = ask.params.as_ref().is_some_and(|params| params["do_remote_prefill"] == true);
+        // The connector gives back what it refuses by itself.
+        if offer && connector.request_arrived(&ask.id, &ask.prompt, ask.params.as_ref()).is_ok() {
+            // Nothing was allocated, so there is nothing to hold.
+            let _ = connector.request_finished(&ask.id, &RequestEnd::Aborted);
+        }
     }
 
     fn admissible(&self, ask: &Ask) -> Result<(), String> {
@@ -185,6 +208,9 @@ impl Core {
             Some(number) => {
                 self.stats.aborted += 1;
                 self.finish(number, false);
+                // Whoever aborted it need not be the one who waits for it.
+                let message = "the request was aborted".to_owned();
+                self.happenings.push((number, Happening::Failed { client: true, message }));
             }
             None => self.stats.stray_aborts += 1,
         }
@@ -205,7 +231,10 @@ impl Core {
         let mut work = Vec::new();
         let mut ordered = Vec::new();
         let mut budget = self.settings.step_tokens;
-        self.admit();
+        if !self.short_of_blocks {
+            self.admit();
+        }
+        self.short_of_blocks = false;
         for number in self.running.clone() {
             if let Some((piece, order)) = self.order(number, budget) {
                 budget -= order.tokens;
@@ -242,7 +271,11 @@ impl Core {
         }
         let (start, total) = (request.scheduled, request.total());
         let tokens = (total - start).min(budget);
-        if tokens == 0 || !self.grow(number, start + tokens) {
+        if tokens == 0 {
+            return None;
+        }
+        if !self.grow(number, start + tokens) {
+            self.short_of_blocks = true;
             return None;
         }
         let request = self.requests.get_mut(&number)?;
@@ -274,6 +307,10 @@ impl Core {
                     request.blocks.extend(blocks);
                 }
                 return true;
+            }
+            if self.pool.free() + self.pool.returning() >= missing {
+                // What is on its way back is enough: nobody else need be preempted.
+                return false;
             }
             let Some(victim) = self.running.last().copied().filter(|last| *last != number) else {
                 return false;
@@ -312,7 +349,10 @@ impl Core {
             let block_tokens = self.settings.block_tokens;
             let tokens: Vec<u32> = request.tokens().collect();
             let id = request.ask.id.clone();
-            let mut blocks = self.pool.find_prefix(&tokens, block_tokens as usize);
+            // The last token is run in any case, so its block must be the request's own: nobody writes into a
+            // block that others may be reading.
+            let findable = &tokens[..tokens.len() - 1];
+            let mut blocks = self.pool.find_prefix(findable, block_tokens as usize);
             let local = blocks.len() as u32 * block_tokens;
             let remote = self.connector.as_ref().map_or(0, |c| c.remote_tokens(&id, local));
             let target = if remote > 0 { local + remote } else { tokens.len() as u32 };
@@ -468,7 +508,8 @@ impl Core {
                 request.usage.load_ranges = stats.ranges;
                 request.usage.read_us = stats.read_us;
                 request.usage.confirm_us = stats.confirm_us;
-                request.computed = tokens;
+                // The last token will be run again; until then its block is nobody else's.
+                request.computed = tokens.min(request.known() - 1);
                 self.happenings.push((number, Happening::Loaded { stats }));
                 // Only now, when the bytes are confirmed, may others find these blocks.
                 self.publish(number);

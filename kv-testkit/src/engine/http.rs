@@ -25,7 +25,7 @@ const BODY_MAX_BYTES: usize = 64 << 20;
 pub const GONE_HEADER: &str = "x-client-gone";
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a prompt must be a text or a list of token ids")]
 enum Prompt {
     Text(String),
     Tokens(Vec<u32>),
@@ -94,10 +94,15 @@ async fn abort(State(engine): State<EngineHandle>, body: Bytes) -> Response {
 }
 
 async fn completions(State(engine): State<EngineHandle>, headers: HeaderMap, body: Bytes) -> Response {
-    let body: Body = match serde_json::from_slice(&body) {
+    // With the path, since the decoder's own words do not name the field.
+    let mut decoder = serde_json::Deserializer::from_slice(&body);
+    let body: Body = match serde_path_to_error::deserialize(&mut decoder) {
         Ok(body) => body,
         Err(error) => return refuse(StatusCode::BAD_REQUEST, &error.to_string()),
     };
+    if let Err(error) = decoder.end() {
+        return refuse(StatusCode::BAD_REQUEST, &error.to_string());
+    }
     if body.n != 1 {
         // One prefill is handed over to one decode; samples beyond the first would have nothing to load.
         return refuse(StatusCode::BAD_REQUEST, &format!("n is {}; only 1 is supported", body.n));
@@ -124,6 +129,7 @@ async fn completions(State(engine): State<EngineHandle>, headers: HeaderMap, bod
         ignore_eos: body.ignore_eos,
         params: body.kv_transfer_params,
     };
+    let ignore_eos = body.ignore_eos;
     if headers.contains_key(GONE_HEADER) {
         return match engine.submit_gone(ask).await {
             Ok(()) => {
@@ -135,12 +141,17 @@ async fn completions(State(engine): State<EngineHandle>, headers: HeaderMap, bod
     match engine.submit(ask).await {
         Err(SubmitError::Refused(reason)) => refuse(StatusCode::BAD_REQUEST, &reason),
         Err(error) => refuse(StatusCode::SERVICE_UNAVAILABLE, &error.to_string()),
-        Ok(ticket) if body.stream => streamed(ticket, id),
-        Ok(ticket) => whole(ticket, id).await,
+        Ok(ticket) if body.stream => streamed(ticket, id, ignore_eos),
+        Ok(ticket) => whole(ticket, id, ignore_eos).await,
     }
 }
 
-async fn whole(mut ticket: Ticket, id: RequestId) -> Response {
+/// Why an answer ended, in the words of that API.
+fn finish_reason(last: Option<u32>, ignore_eos: bool) -> &'static str {
+    if last == Some(Tokenizer::END_OF_TEXT) && !ignore_eos { "stop" } else { "length" }
+}
+
+async fn whole(mut ticket: Ticket, id: RequestId, ignore_eos: bool) -> Response {
     let mut tokens = Vec::new();
     while let Some(happening) = ticket.next().await {
         match happening {
@@ -150,7 +161,7 @@ async fn whole(mut ticket: Ticket, id: RequestId) -> Response {
                     "index": 0,
                     "text": Tokenizer.decode(&tokens),
                     "token_ids": tokens,
-                    "finish_reason": "length",
+                    "finish_reason": finish_reason(tokens.last().copied(), ignore_eos),
                 });
                 let mut answer = json!({
                     "id": id.as_str(),
@@ -192,11 +203,11 @@ fn usage_json(usage: &Usage) -> Value {
 }
 
 /// Server-sent events: tokens as data, the request's stages as comments.
-fn streamed(ticket: Ticket, id: RequestId) -> Response {
-    let events = futures_util::stream::unfold(Some(ticket), move |ticket| {
+fn streamed(ticket: Ticket, id: RequestId, ignore_eos: bool) -> Response {
+    let events = futures_util::stream::unfold(Some((ticket, None)), move |state| {
         let id = id.clone();
         async move {
-            let mut ticket = ticket?;
+            let (mut ticket, mut last) = state?;
             let Some(happening) = ticket.next().await else {
                 let event = error_event(503, "the engine ended before the request did");
                 return Some((Ok::<_, Infallible>(event), None));
@@ -213,26 +224,29 @@ fn streamed(ticket: Ticket, id: RequestId) -> Response {
                     (Event::default().comment(format!("load failed: {}", reason.name())), true)
                 }
                 Happening::Token(token) => {
+                    last = Some(token);
                     let text = Tokenizer.decode(&[token]);
                     let choice = json!({ "index": 0, "text": text, "token_ids": [token] });
                     (data_event(&json!({ "id": id.as_str(), "choices": [choice] })), true)
                 }
                 Happening::Finished { usage, params } => {
-                    let mut last = json!({
+                    let reason = finish_reason(last, ignore_eos);
+                    let choice = json!({ "index": 0, "text": "", "token_ids": [], "finish_reason": reason });
+                    let mut end = json!({
                         "id": id.as_str(),
-                        "choices": [{ "index": 0, "text": "", "token_ids": [], "finish_reason": "length" }],
+                        "choices": [choice],
                         "usage": usage_json(&usage),
                     });
                     if let Some(params) = params {
-                        last["kv_transfer_params"] = params;
+                        end["kv_transfer_params"] = params;
                     }
-                    (data_event(&last), false)
+                    (data_event(&end), false)
                 }
                 Happening::Failed { client, message } => {
                     (error_event(if client { 400 } else { 500 }, &message), false)
                 }
             };
-            Some((Ok(event), more.then_some(ticket)))
+            Some((Ok(event), more.then_some((ticket, last))))
         }
     });
     Sse::new(events).into_response()

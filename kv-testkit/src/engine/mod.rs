@@ -9,10 +9,12 @@
 pub mod core;
 pub mod gather;
 pub mod http;
+mod links;
 pub mod model;
 pub mod pool;
 pub mod process;
 pub mod request;
+mod running;
 pub mod store;
 pub mod wire;
 pub mod worker;

@@ -71,6 +71,17 @@ impl BlockPool {
         self.slots.len() - self.unused.len()
     }
 
+    /// Blocks that will be free when the steps that they wait for have ended.
+    pub fn returning(&self) -> usize {
+        let waiting = self.fenced.iter().flat_map(|(_, blocks)| blocks);
+        waiting.filter(|block| self.slots[block.0 as usize].users == 1).count()
+    }
+
+    /// Whether others may find the block by its contents, so that nobody may write it.
+    pub fn is_findable(&self, block: BlockId) -> bool {
+        self.slots.get(block.0 as usize).is_some_and(|slot| slot.hash.is_some())
+    }
+
     /// Blocks in all.
     pub fn size(&self) -> usize {
         self.slots.len()
@@ -209,11 +220,11 @@ mod tests {
         let mut pool = BlockPool::new(2);
         let mine = pool.allocate(2).unwrap();
         pool.release(mine, Some(7));
-        assert_eq!((pool.free(), pool.held()), (0, 2));
+        assert_eq!((pool.free(), pool.held(), pool.returning()), (0, 2, 2));
         pool.step_done(6);
         assert!(pool.allocate(1).is_none());
         pool.step_done(7);
-        assert_eq!((pool.free(), pool.held()), (2, 0));
+        assert_eq!((pool.free(), pool.held(), pool.returning()), (2, 0, 0));
     }
 
     #[test]

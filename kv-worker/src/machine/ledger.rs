@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kv_proto::{Attempt, Incarnation, LeaseEnd, LeaseId, LeaseTerms, Moment, Rank, Timers};
+use kv_proto::{Attempt, Incarnation, LeaseEnd, LeaseId, LeaseTerms, Moment, OfferDigest, Rank, Timers};
 
 /// Who ends a lease: one rank of one life of a consumer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -65,12 +65,14 @@ pub struct ReaderEnding {
     pub ending: Ending,
     /// How many readers this reader's consumer has on this rank, from the two topologies.
     pub expected: u32,
+    /// The offer that it read, as it reached the reader; `None` for a release.
+    pub offer: Option<OfferDigest>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Lease {
     Announced { early: BTreeSet<ReaderEnding> },
-    Held { expires: Moment, renewal: Duration, latest: Moment, ends: BTreeMap<Reader, (Attempt, Ending)> },
+    Held { offer: OfferDigest, expires: Moment, renewal: Duration, latest: Moment, ends: BTreeMap<Reader, (Attempt, Ending)> },
     Ended { confirmed: BTreeSet<(Reader, Attempt)>, forget_at: Moment },
 }
 
@@ -90,6 +92,8 @@ pub struct LedgerStats {
     pub early: u64,
     /// Endings that were known already, or of leases that were not.
     pub strays: u64,
+    /// `ReadDone` for an offer that was not made: parameters were changed on the way.
+    pub foreign_offers: u64,
     /// Leases that ended by time.
     pub expired: u64,
     /// Renewals that found their lease held.
@@ -170,7 +174,7 @@ impl Ledger {
     }
 
     /// The lease begins. Endings that came early count from now.
-    pub fn grant(&mut self, now: Moment, lease: LeaseId, terms: LeaseTerms) {
+    pub fn grant(&mut self, now: Moment, lease: LeaseId, terms: LeaseTerms, offer: OfferDigest) {
         let early = match self.leases.remove(&lease) {
             Some(Lease::Announced { early }) => early,
             None if self.is_new(lease) => BTreeSet::new(),
@@ -186,7 +190,7 @@ impl Ledger {
         let latest = now + Duration::from_millis(terms.max_ms);
         let renewal = Duration::from_millis(terms.renewal_ms);
         self.timers.set(expires, lease);
-        self.leases.insert(lease, Lease::Held { expires, renewal, latest, ends: BTreeMap::new() });
+        self.leases.insert(lease, Lease::Held { offer, expires, renewal, latest, ends: BTreeMap::new() });
         for ending in early {
             let answer = self.ending(now, lease, ending);
             self.answer_late(lease, ending, answer);
@@ -214,7 +218,7 @@ impl Ledger {
     /// A reader ends a lease. The answer is for a `ReadDone`; `None` means that it comes later, when the lease is
     /// granted or forgotten.
     pub fn ending(&mut self, now: Moment, lease: LeaseId, ending: ReaderEnding) -> Option<Answer> {
-        let ReaderEnding { reader, attempt, ending: how, expected } = ending;
+        let ReaderEnding { reader, attempt, ending: how, expected, offer: read } = ending;
         match self.leases.get_mut(&lease) {
             None => {
                 self.stats.strays += 1;
@@ -237,7 +241,12 @@ impl Ledger {
                     Some(self.lapse(how))
                 }
             }
-            Some(Lease::Held { ends, .. }) => {
+            Some(Lease::Held { offer, ends, .. }) => {
+                if how == Ending::ReadDone && read != Some(*offer) {
+                    // It read something else than was offered, so it has not read what this lease is about.
+                    self.stats.foreign_offers += 1;
+                    return Some(self.lapse(how));
+                }
                 if let Some((first, first_how)) = ends.get(&reader) {
                     // The reader has ended once. The same try gets the same answer, another one came too late.
                     let same = (*first, *first_how) == (attempt, Ending::ReadDone);

@@ -2,6 +2,7 @@ use super::*;
 
 const TERMS: LeaseTerms = LeaseTerms { ttl_ms: 1_000, renewal_ms: 800, max_ms: 3_000 };
 const L: LeaseId = LeaseId(7);
+const OFFER: OfferDigest = OfferDigest::from_bytes([9; 16]);
 
 fn at(ms: u64) -> Moment {
     Moment::START + Duration::from_millis(ms)
@@ -14,7 +15,7 @@ fn ledger() -> Ledger {
 fn granted() -> Ledger {
     let mut ledger = ledger();
     ledger.announce(L);
-    ledger.grant(at(0), L, TERMS);
+    ledger.grant(at(0), L, TERMS, OFFER);
     ledger
 }
 
@@ -23,11 +24,11 @@ fn reader(life: u64, rank: u32) -> Reader {
 }
 
 fn done(reader: Reader, attempt: u64, expected: u32) -> ReaderEnding {
-    ReaderEnding { reader, attempt: Attempt(attempt), ending: Ending::ReadDone, expected }
+    ReaderEnding { reader, attempt: Attempt(attempt), ending: Ending::ReadDone, expected, offer: Some(OFFER) }
 }
 
 fn released(reader: Reader, attempt: u64, expected: u32) -> ReaderEnding {
-    ReaderEnding { ending: Ending::Released, ..done(reader, attempt, expected) }
+    ReaderEnding { ending: Ending::Released, offer: None, ..done(reader, attempt, expected) }
 }
 
 #[test]
@@ -36,6 +37,16 @@ fn p1_a_held_lease_confirms_and_ends() {
     assert_eq!(ledger.ending(at(10), L, done(reader(1, 0), 5, 1)), Some(Answer::Confirmed));
     assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Confirmed)]);
     assert_eq!(ledger.stats().confirmed, 1);
+}
+
+#[test]
+fn h18_a_read_of_another_offer_is_not_confirmed_and_does_not_end_the_lease() {
+    let mut ledger = granted();
+    let forged = ReaderEnding { offer: Some(OfferDigest::from_bytes([8; 16])), ..done(reader(1, 0), 5, 1) };
+    assert_eq!(ledger.ending(at(10), L, forged), Some(Answer::Lapsed));
+    assert!(ledger.take_ended().is_empty());
+    assert_eq!(ledger.stats().foreign_offers, 1);
+    assert_eq!(ledger.ending(at(20), L, done(reader(2, 0), 5, 1)), Some(Answer::Confirmed), "the true reader");
 }
 
 #[test]
@@ -94,7 +105,7 @@ fn p5_an_early_end_waits_with_the_request_and_is_matched() {
     ledger.announce(L);
     assert_eq!(ledger.ending(at(1), L, done(reader(1, 0), 5, 1)), None);
     assert_eq!(ledger.ending(at(2), L, done(reader(1, 0), 5, 1)), None, "repeated: kept once");
-    ledger.grant(at(3), L, TERMS);
+    ledger.grant(at(3), L, TERMS, OFFER);
     let answer =
         LateAnswer { reader: reader(1, 0), lease: L, attempt: Attempt(5), answer: Answer::Confirmed };
     assert_eq!(ledger.take_late_answers(), [answer]);
@@ -106,7 +117,7 @@ fn p5_an_early_release_ends_the_lease_when_it_is_granted() {
     let mut ledger = ledger();
     ledger.announce(L);
     assert_eq!(ledger.ending(at(1), L, released(reader(1, 0), 0, 1)), None);
-    ledger.grant(at(3), L, TERMS);
+    ledger.grant(at(3), L, TERMS, OFFER);
     assert!(ledger.take_late_answers().is_empty());
     assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Released)]);
 }
@@ -149,10 +160,10 @@ fn a_renewal_for_a_request_still_being_computed_is_no_negative() {
 #[test]
 fn a_second_grant_changes_nothing() {
     let mut ledger = granted();
-    ledger.grant(at(900), L, TERMS);
+    ledger.grant(at(900), L, TERMS, OFFER);
     assert_eq!(ledger.next_deadline(), Some(at(1_000)));
     ledger.ending(at(950), L, released(reader(1, 0), 0, 1));
-    ledger.grant(at(960), L, TERMS);
+    ledger.grant(at(960), L, TERMS, OFFER);
     assert_eq!(ledger.take_ended().len(), 1, "an ended lease is not granted again");
 }
 
@@ -161,7 +172,7 @@ fn the_reaper_does_not_stop_at_the_first_live_entry() {
     let mut ledger = ledger();
     for id in [1, 2, 3] {
         ledger.announce(LeaseId(id));
-        ledger.grant(at(0), LeaseId(id), TERMS);
+        ledger.grant(at(0), LeaseId(id), TERMS, OFFER);
     }
     ledger.renew(at(500), &[LeaseId(1)]);
     ledger.time_passed(at(1_100));
@@ -176,7 +187,7 @@ fn endings_are_bounded_whatever_strangers_send() {
     for n in 0..1_000 {
         ledger.ending(at(1), L, done(reader(n, 0), n, 1));
     }
-    ledger.grant(at(2), L, TERMS);
+    ledger.grant(at(2), L, TERMS, OFFER);
     assert!(ledger.take_late_answers().len() <= EARLY_MAX);
     let mut ledger = granted();
     for n in 0..1_000 {

@@ -26,6 +26,9 @@ use kv_transport::{Address, RegionKey};
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, Failure, LinkId};
 
+/// However often a producer wants its leases renewed, it is not more often than this.
+const RENEW_MIN: Duration = Duration::from_millis(10);
+
 /// What is needed of a producer's worker to read from it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remote {
@@ -33,8 +36,19 @@ pub struct Remote {
     pub layout: BlockLayout,
     /// Keys of its memories, by index.
     pub keys: Vec<RegionKey>,
+    /// How often it wants its leases renewed, if it says so.
+    renew_every: Option<Duration>,
     address: Address,
     rank: Rank,
+}
+
+impl Remote {
+    /// Time between two renewals: what the producer wishes, if that is more often than we would.
+    fn pace(&self, config: &WorkerConfig) -> Duration {
+        let own = config.limits.renew_every;
+        // No wish makes us send without pause.
+        self.renew_every.map_or(own, |wish| wish.clamp(RENEW_MIN, own.max(RENEW_MIN)))
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -241,8 +255,8 @@ impl Peers {
         let key = self.want(now, config, locator, out);
         let Some(peer) = self.peers.get_mut(&key) else { return };
         peer.leases.insert(lease);
-        if let (State::Ready { .. }, None) = (&peer.state, peer.renew_at) {
-            let at = now + config.limits.renew_every;
+        if let (State::Ready { remote, .. }, None) = (&peer.state, peer.renew_at) {
+            let at = now + remote.pace(config);
             peer.renew_at = Some(at);
             self.timers.set(at, TimerKey::Renew(key));
         }
@@ -350,7 +364,8 @@ impl Peers {
             .iter()
             .map(|key| RegionKey::from_bytes(key.to_vec()).map_err(|e| malformed(e.to_string())))
             .collect::<Result<_, _>>()?;
-        Ok(Remote { layout: worker.layout.clone(), keys, address, rank })
+        let renew_every = (card.renew_every_ms > 0).then(|| Duration::from_millis(card.renew_every_ms));
+        Ok(Remote { layout: worker.layout.clone(), keys, renew_every, address, rank })
     }
 
     fn by_link(&self, link: LinkId) -> Option<Arc<PeerLocator>> {
@@ -531,7 +546,8 @@ impl Peers {
 
     fn renew(&mut self, now: Moment, config: &WorkerConfig, key: &Arc<PeerLocator>, out: &mut Vec<Decision>) {
         let Some(peer) = self.peers.get_mut(key) else { return };
-        let State::Ready { link, .. } = peer.state else { return };
+        let State::Ready { link, remote, .. } = &peer.state else { return };
+        let (link, pace) = (*link, remote.pace(config));
         peer.renew_at = None;
         if peer.leases.is_empty() {
             return;
@@ -541,7 +557,7 @@ impl Peers {
             self.stats.renewals += 1;
             out.push(Decision::Send { link, message: WorkerMessage::Renew { leases: leases.to_vec() } });
         }
-        let at = now + config.limits.renew_every;
+        let at = now + pace;
         peer.renew_at = Some(at);
         self.timers.set(at, TimerKey::Renew(key.clone()));
     }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use kv_proto::message::WorkerMessage;
 use kv_proto::{
     Attempt, BlockLayout, ConsumerOrder, GroupBlocks, LeaseId, LeaseRef, LoadFailure, LoadId, LoadStats,
-    Moment, PeerLocator, Plan, PullEnd, ReleaseReason, Timers,
+    Moment, OfferDigest, PeerLocator, Plan, PullEnd, ReleaseReason, Timers,
 };
 use kv_transport::RegionId;
 
@@ -38,6 +38,7 @@ enum State {
 #[derive(Debug, Clone)]
 struct Pull {
     lease: LeaseId,
+    offer: OfferDigest,
     peer: Arc<PeerLocator>,
     ordered_at: Moment,
     state: State,
@@ -112,8 +113,8 @@ impl Pulls {
                 ConsumerOrder::Track { lease, peer } => {
                     self.peers.track(now, config, &peer, lease.lease, out);
                 }
-                ConsumerOrder::Load { load, lease, peer, groups } => {
-                    self.load(now, config, local, load, lease, &peer, groups, out);
+                ConsumerOrder::Load { load, lease, offer, peer, groups } => {
+                    self.load(now, config, local, load, lease, offer, &peer, groups, out);
                 }
                 ConsumerOrder::Release { lease, peer, reason } => {
                     self.peers.release(now, config, &peer, lease.lease, Attempt(0), reason, out);
@@ -132,6 +133,7 @@ impl Pulls {
         local: &LocalMemory,
         load: LoadId,
         lease: LeaseRef,
+        offer: OfferDigest,
         peer: &PeerLocator,
         groups: Vec<GroupBlocks>,
         out: &mut Vec<Decision>,
@@ -146,7 +148,7 @@ impl Pulls {
         let until = now + config.limits.peer_wait;
         let state = State::Waiting { groups, until };
         self.set(load, until);
-        self.pulls.insert(load, Pull { lease: lease.lease, peer: key, ordered_at: now, state });
+        self.pulls.insert(load, Pull { lease: lease.lease, offer, peer: key, ordered_at: now, state });
         self.begin(now, config, local, load, out);
     }
 
@@ -285,7 +287,7 @@ impl Pulls {
     fn ask(&self, load: LoadId, out: &mut Vec<Decision>) {
         let Some(pull) = self.pulls.get(&load) else { return };
         if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
-            let message = WorkerMessage::ReadDone { lease: pull.lease, attempt: Attempt(load.0) };
+            let message = WorkerMessage::ReadDone { lease: pull.lease, attempt: Attempt(load.0), offer: pull.offer };
             out.push(Decision::Send { link, message });
         }
     }
@@ -374,6 +376,22 @@ impl Pulls {
     /// The peers, for facts that concern connections alone.
     pub fn peers_mut(&mut self) -> &mut Peers {
         &mut self.peers
+    }
+
+    /// The worker ends: pulls that the transport does not own end now; reads end when the transport says so.
+    pub fn close(&mut self, now: Moment, config: &WorkerConfig, out: &mut Vec<Decision>) {
+        let closed = || Failure::new(LoadFailure::Closed, "the worker is shutting down");
+        let all: Vec<LoadId> = self.pulls.keys().copied().collect();
+        for load in all {
+            match self.pulls.get_mut(&load).map(|pull| &mut pull.state) {
+                Some(State::Waiting { .. } | State::Confirming { .. }) => self.fail(now, config, load, closed(), out),
+                Some(State::Reading { doomed, .. }) => {
+                    doomed.get_or_insert_with(closed);
+                    out.push(Decision::CancelRead { load });
+                }
+                None => {}
+            }
+        }
     }
 
     /// Lets deadlines pass that have come.

@@ -71,7 +71,7 @@ impl Readers {
         for order in &plan.producer {
             match order {
                 ProducerOrder::Announce { lease } => self.ledger.announce(*lease),
-                ProducerOrder::Grant { lease, terms } => self.ledger.grant(now, *lease, *terms),
+                ProducerOrder::Grant { lease, terms, offer } => self.ledger.grant(now, *lease, *terms, *offer),
                 ProducerOrder::Forget { lease } => self.ledger.forget(now, *lease),
                 _ => {}
             }
@@ -162,14 +162,15 @@ impl Readers {
                     out.push(Decision::Send { link, message: WorkerMessage::NotHeld { leases: not_held } });
                 }
             }
-            (Link::Greeted { reader, expected }, WorkerMessage::ReadDone { lease, attempt }) => {
-                let ending = ReaderEnding { reader, attempt, ending: Ending::ReadDone, expected };
+            (Link::Greeted { reader, expected }, WorkerMessage::ReadDone { lease, attempt, offer }) => {
+                let ending =
+                    ReaderEnding { reader, attempt, ending: Ending::ReadDone, expected, offer: Some(offer) };
                 if let Some(answer) = self.ledger.ending(now, lease, ending) {
                     out.push(Decision::Send { link, message: told(lease, attempt, answer) });
                 }
             }
             (Link::Greeted { reader, expected }, WorkerMessage::Release { lease, attempt, .. }) => {
-                let ending = ReaderEnding { reader, attempt, ending: Ending::Released, expected };
+                let ending = ReaderEnding { reader, attempt, ending: Ending::Released, expected, offer: None };
                 // A release is not answered.
                 let _ = self.ledger.ending(now, lease, ending);
             }

@@ -90,6 +90,11 @@ impl WorkerMachine {
         }
     }
 
+    /// The worker ends: every pull ends with [`kv_proto::LoadFailure::Closed`], at once or when its read has ended.
+    pub fn close(&mut self, now: Moment, out: &mut Vec<Decision>) {
+        self.pulls.close(now, &self.config, out);
+    }
+
     /// Lets deadlines pass that have come. To be called after every fact that has arrived was taken.
     pub fn time_passed(&mut self, now: Moment, out: &mut Vec<Decision>) {
         self.readers.time_passed(now, out);

@@ -11,7 +11,7 @@ use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
 use kv_proto::message::WorkerMessage;
 use kv_proto::{
     Attempt, BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint,
-    GroupBlocks, Incarnation, LeaseId, LeaseRef, LeaseTerms, LoadFailure, LoadId, Moment, PROTOCOL_VERSION,
+    GroupBlocks, Incarnation, LeaseId, LeaseRef, LeaseTerms, LoadFailure, LoadId, Moment, OfferDigest, PROTOCOL_VERSION,
     PeerLocator, Plan, ProducerOrder, PullEnd, Rank, RegionKind, RegionLayout, ReleaseReason, Report,
     Topology,
 };
@@ -36,6 +36,8 @@ pub(crate) const REPEAT_MS: u64 = 100;
 pub(crate) const RENEW_MS: u64 = 200;
 pub(crate) const REMEMBER_MS: u64 = 5_000;
 pub(crate) const IDLE_MS: u64 = 10_000;
+
+pub(crate) const OFFER: OfferDigest = OfferDigest::from_bytes([7; 16]);
 
 pub(crate) const TERMS: LeaseTerms = LeaseTerms { ttl_ms: 1_000, renewal_ms: 800, max_ms: 4_000 };
 
@@ -118,7 +120,7 @@ pub(crate) fn card(n: u64) -> Box<EngineCard> {
             keys: vec![vec![n as u8 + 1].into()],
         }],
     };
-    Box::new(EngineCard { engine: engine("p"), incarnation: life(n), topology, workers: vec![worker] })
+    Box::new(EngineCard { engine: engine("p"), incarnation: life(n), topology, workers: vec![worker], renew_every_ms: 0 })
 }
 
 pub(crate) fn list(ids: &[u32]) -> BlockList {
@@ -139,7 +141,7 @@ pub(crate) fn track(n: u64, lease: u64) -> ConsumerOrder {
 
 pub(crate) fn load(n: u64, lease: u64, load: u64) -> ConsumerOrder {
     let groups = groups(&[1, 2], &[8, 9]);
-    ConsumerOrder::Load { load: LoadId(load), lease: lease_of(n, lease), peer: (*peer(n)).clone(), groups }
+    ConsumerOrder::Load { load: LoadId(load), lease: lease_of(n, lease), offer: OFFER, peer: (*peer(n)).clone(), groups }
 }
 
 pub(crate) fn release(n: u64, lease: u64, reason: ReleaseReason) -> ConsumerOrder {
@@ -155,7 +157,7 @@ pub(crate) fn announce(lease: u64) -> ProducerOrder {
 }
 
 pub(crate) fn grant(lease: u64) -> ProducerOrder {
-    ProducerOrder::Grant { lease: LeaseId(lease), terms: TERMS }
+    ProducerOrder::Grant { lease: LeaseId(lease), terms: TERMS, offer: OFFER }
 }
 
 pub(crate) fn dialled(n: u64) -> LinkId {
@@ -184,7 +186,7 @@ pub(crate) fn welcome(n: u64) -> WorkerMessage {
 }
 
 pub(crate) fn read_done(lease: u64, attempt: u64) -> WorkerMessage {
-    WorkerMessage::ReadDone { lease: LeaseId(lease), attempt: Attempt(attempt) }
+    WorkerMessage::ReadDone { lease: LeaseId(lease), attempt: Attempt(attempt), offer: OFFER }
 }
 
 pub(crate) fn confirmed(lease: u64, attempt: u64) -> WorkerMessage {
@@ -218,7 +220,7 @@ fn message_line(message: &WorkerMessage) -> String {
         WorkerMessage::Unwelcome { reason, .. } => format!("unwelcome: {reason:?}"),
         WorkerMessage::Renew { leases } => format!("renew {}", ids(leases)),
         WorkerMessage::NotHeld { leases } => format!("not held {}", ids(leases)),
-        WorkerMessage::ReadDone { lease, attempt } => format!("read done {}/{}", lease.0, attempt.0),
+        WorkerMessage::ReadDone { lease, attempt, .. } => format!("read done {}/{}", lease.0, attempt.0),
         WorkerMessage::Confirmed { lease, attempt } => format!("confirmed {}/{}", lease.0, attempt.0),
         WorkerMessage::Lapsed { lease, attempt } => format!("lapsed {}/{}", lease.0, attempt.0),
         WorkerMessage::Release { lease, attempt, reason } => {

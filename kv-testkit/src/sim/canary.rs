@@ -1,0 +1,111 @@
+//! Canaries: worlds in which one guard does not work. A simulator that does not see a canary die proves nothing.
+//!
+//! The machines themselves carry no switch. A canary undoes a guard where the machine meets the world: it changes
+//! what the machine is told, or how its decision is followed, exactly as if the machine had decided without the
+//! guard.
+
+/// A guard that can be taken out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Canary {
+    /// P1: a load counts as good when its bytes are here, without asking.
+    NoConfirmation,
+    /// P1: `Lapsed` is taken for `Confirmed`.
+    LapsedIgnored,
+    /// P2: a second load under a lease takes the first one's confirmation.
+    AttemptIgnored,
+    /// P7: another life of P is taken for the one that granted the lease.
+    IncarnationIgnored,
+    /// P7: a restarted engine draws the same incarnation again.
+    SameLife,
+    /// P5: an ending that comes before the grant is answered with `Lapsed`.
+    EarlyEndRefused,
+    /// P3: D gives the blocks of an aborted load back at once.
+    DestinationFreedOnAbort,
+    /// P3: P gives the blocks of a finished request back at once.
+    BlocksFreedAtFinish,
+    /// P3: P gives blocks back when the first rank's lease has ended.
+    FreedByFirstRank,
+    /// P3: an abort that comes after the hand-over began gives P's blocks back.
+    AbortFreesHandedOver,
+    /// P3: a cancelled load is reported as ended before the transport is quiet.
+    FailureBeforeQuiet,
+    /// T-3: a read goes on writing after it was reported as failed.
+    LateWrite,
+    /// T-2: a read that brought only a part is reported as whole.
+    PartialTakenAsWhole,
+    /// P1: a load counts as good when one rank has it.
+    OneRankEnough,
+    /// P8: a failed load is used like a good one.
+    FailedTakenAsLoaded,
+    /// P4: D's worker lets no deadline pass.
+    NoDeadlines,
+    /// P2: P's worker lets no lease expire.
+    NeverExpires,
+    /// H-13: timers run only when the engine makes a step.
+    RenewalTiedToSteps,
+    /// H-11: blocks are paired from the tail of the two lists.
+    PairedFromTail,
+    /// H-3: an offer for another prompt is accepted, and confirmed.
+    DigestIgnored,
+    /// H-18: a read of other blocks than were offered is confirmed.
+    OfferIgnored,
+}
+
+impl Canary {
+    /// All of them.
+    pub const ALL: &'static [Self] = &[
+        Self::NoConfirmation,
+        Self::LapsedIgnored,
+        Self::AttemptIgnored,
+        Self::IncarnationIgnored,
+        Self::SameLife,
+        Self::EarlyEndRefused,
+        Self::DestinationFreedOnAbort,
+        Self::BlocksFreedAtFinish,
+        Self::FreedByFirstRank,
+        Self::AbortFreesHandedOver,
+        Self::FailureBeforeQuiet,
+        Self::LateWrite,
+        Self::PartialTakenAsWhole,
+        Self::OneRankEnough,
+        Self::FailedTakenAsLoaded,
+        Self::NoDeadlines,
+        Self::NeverExpires,
+        Self::RenewalTiedToSteps,
+        Self::PairedFromTail,
+        Self::DigestIgnored,
+        Self::OfferIgnored,
+    ];
+
+    /// A word for the command line and for tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::NoConfirmation => "no-confirmation",
+            Self::LapsedIgnored => "lapsed-ignored",
+            Self::AttemptIgnored => "attempt-ignored",
+            Self::IncarnationIgnored => "incarnation-ignored",
+            Self::SameLife => "same-life",
+            Self::EarlyEndRefused => "early-end-refused",
+            Self::DestinationFreedOnAbort => "destination-freed-on-abort",
+            Self::BlocksFreedAtFinish => "blocks-freed-at-finish",
+            Self::FreedByFirstRank => "freed-by-first-rank",
+            Self::AbortFreesHandedOver => "abort-frees-handed-over",
+            Self::FailureBeforeQuiet => "failure-before-quiet",
+            Self::LateWrite => "late-write",
+            Self::PartialTakenAsWhole => "partial-taken-as-whole",
+            Self::OneRankEnough => "one-rank-enough",
+            Self::FailedTakenAsLoaded => "failed-taken-as-loaded",
+            Self::NoDeadlines => "no-deadlines",
+            Self::NeverExpires => "never-expires",
+            Self::RenewalTiedToSteps => "renewal-tied-to-steps",
+            Self::PairedFromTail => "paired-from-tail",
+            Self::DigestIgnored => "digest-ignored",
+            Self::OfferIgnored => "offer-ignored",
+        }
+    }
+
+    /// The canary of that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|canary| canary.name() == name)
+    }
+}

@@ -1,0 +1,187 @@
+//! The transport of a simulated world: reads that copy cell by cell while time passes.
+
+use kv_proto::{LoadFailure, LoadId};
+use kv_transport::ReadPart;
+use kv_worker::Failure;
+use kv_worker::machine::io::{Fact, LinkId};
+
+use super::canary::Canary;
+use super::faults::FaultKind;
+use super::invariants::Invariant;
+use super::worker::{READ_TOTAL, cells};
+use super::world::{Event, MS, Time, WorkerAt, World};
+
+/// A read in progress.
+#[derive(Debug, Clone)]
+pub(super) struct Read {
+    to: WorkerAt,
+    from: WorkerAt,
+    load: LoadId,
+    link: u64,
+    /// Source and destination cells that are still to be copied, the next one last.
+    todo: Vec<(usize, usize)>,
+    pace: Time,
+    /// How it will end, if not well.
+    doom: Option<Failure>,
+    /// Its end was told; only a broken transport goes on.
+    told: bool,
+}
+
+impl World {
+    pub(super) fn begin_read(&mut self, at: WorkerAt, load: LoadId, link: LinkId, parts: &[ReadPart]) {
+        let Some(id) = self.link_of(at, link) else {
+            let lost = Failure::new(LoadFailure::PeerLost, "the connection is gone");
+            return self.give(at, Fact::ReadEnded { load, result: Err(lost) });
+        };
+        let Some(from) = self.links.get(&id).map(|link| link.producer) else { return };
+        let mut todo: Vec<(usize, usize)> = parts
+            .iter()
+            .flat_map(|part| &part.ranges)
+            .flat_map(|r| cells(r.remote_offset, r.len).zip(cells(r.local_offset, r.len)))
+            .collect();
+        // The order of arrival is nobody's business.
+        for i in (1..todo.len()).rev() {
+            todo.swap(i, self.dice.below(i as u64 + 1) as usize);
+        }
+        let mut pace = self.dice.between(100, 2 * MS);
+        let mut doom = None;
+        if self.strikes(FaultKind::ReadSlow) {
+            pace = self.dice.between(20, 900) * MS / (todo.len() as u64).max(1);
+        }
+        if self.strikes(FaultKind::ReadStalled) {
+            doom = Some(Failure::new(LoadFailure::ReadTimedOut, "no byte arrived"));
+            pace = READ_TOTAL / (todo.len() as u64 + 1) / 3;
+            let kept = self.dice.below(todo.len() as u64) as usize;
+            if self.has(Canary::LateWrite) {
+                todo.rotate_left(kept);
+            } else {
+                todo.truncate(kept);
+            }
+        } else if self.strikes(FaultKind::ReadFailed) {
+            doom = Some(Failure::new(LoadFailure::ReadFailed, "the fabric failed"));
+            let kept = self.dice.below(todo.len() as u64) as usize;
+            if !self.has(Canary::LateWrite) {
+                todo.truncate(kept);
+            }
+        }
+        let read = self.fresh();
+        self.tell(|| format!("worker {at} reads {} cells of {from} for {load}", todo.len()));
+        let ends_badly = doom.is_some();
+        self.reads.insert(read, Read { to: at, from, load, link: id, todo, pace, doom, told: false });
+        self.after(pace, Event::ReadPiece { read });
+        if ends_badly {
+            let wait = self.dice.between(1, 300) * MS;
+            self.after(wait, Event::ReadEnd { read });
+        } else {
+            // The transport's own limit.
+            self.after(READ_TOTAL, Event::ReadEnd { read });
+        }
+    }
+
+    pub(super) fn read_piece(&mut self, id: u64) {
+        let Some(mut read) = self.reads.remove(&id) else { return };
+        let Some((source, destination)) = read.todo.pop() else {
+            self.reads.insert(id, read);
+            return;
+        };
+        match self.source_cell(read.from, source) {
+            Some(value) => self.write_cell(&read, destination, value),
+            None => {
+                // The owner is gone, and this transport notices.
+                if read.doom.is_none() {
+                    read.doom = Some(Failure::new(LoadFailure::PeerLost, "the peer is gone"));
+                }
+                read.todo.clear();
+            }
+        }
+        let done = read.todo.is_empty();
+        let pace = read.pace;
+        let doomed = read.doom.is_some();
+        self.reads.insert(id, read);
+        if !done {
+            self.after(pace, Event::ReadPiece { read: id });
+        } else if !doomed {
+            self.read_end(id);
+        }
+    }
+
+    fn source_cell(&mut self, from: WorkerAt, cell: usize) -> Option<u64> {
+        if let Some(worker) = self.worker(from) {
+            return worker.memory.get(cell).copied();
+        }
+        // Memory that is mapped outlives its owner, and a read of it succeeds.
+        let mapped = self.reads_outlive_owner;
+        self.graveyard.get(&from).filter(|_| mapped).and_then(|memory| memory.get(cell).copied())
+    }
+
+    fn write_cell(&mut self, read: &Read, cell: usize, value: u64) {
+        let engine = &mut self.engines[read.to.engine];
+        if !engine.alive || engine.life != read.to.life {
+            return;
+        }
+        let size = engine.pool.size as usize;
+        let tag = engine.pool.tags[cell % size];
+        if let Some(worker) = engine.workers.get_mut(read.to.rank) {
+            worker.memory[cell] = value;
+        }
+        if tag != Some(read.load) {
+            let what = format!(
+                "the read of {} writes block {} of D {}, which belongs to {tag:?} now",
+                read.load, cell % size, read.to.engine
+            );
+            self.violate(Invariant::Quiet, what);
+        }
+    }
+
+    pub(super) fn read_end(&mut self, id: u64) {
+        let Some(read) = self.reads.get_mut(&id) else { return };
+        if read.told {
+            return;
+        }
+        read.told = true;
+        let (to, load, whole) = (read.to, read.load, read.todo.is_empty());
+        let partial_is_whole = self.canary == Some(Canary::PartialTakenAsWhole);
+        let result = match read.doom.clone() {
+            Some(_) if partial_is_whole => Ok(()),
+            Some(failure) => Err(failure),
+            None if whole => Ok(()),
+            None => Err(Failure::new(LoadFailure::ReadTimedOut, "not finished within the limit")),
+        };
+        // A transport that keeps its word writes nothing from here on.
+        if self.canary != Some(Canary::LateWrite) || result.is_ok() {
+            self.reads.remove(&id);
+        }
+        if let Some(until) = self.stands_still(to) {
+            self.reads.insert(
+                id,
+                Read { to, from: to, load, link: 0, todo: Vec::new(), pace: MS, doom: result.err(), told: false },
+            );
+            return self.at(until, Event::ReadEnd { read: id });
+        }
+        self.give(to, Fact::ReadEnded { load, result });
+    }
+
+    pub(super) fn fail_reads_over(&mut self, link: u64) {
+        let over: Vec<u64> = self.reads.iter().filter(|(_, r)| r.link == link && !r.told).map(|(id, _)| *id).collect();
+        for id in over {
+            if let Some(read) = self.reads.get_mut(&id) {
+                read.doom.get_or_insert(Failure::new(LoadFailure::PeerLost, "connection lost"));
+            }
+            self.read_end(id);
+        }
+    }
+
+    pub(super) fn cancel_read(&mut self, at: WorkerAt, load: LoadId) {
+        let ids: Vec<u64> =
+            self.reads.iter().filter(|(_, r)| r.to == at && r.load == load && !r.told).map(|(id, _)| *id).collect();
+        for id in ids {
+            if let Some(read) = self.reads.get_mut(&id) {
+                read.doom.get_or_insert(Failure::new(LoadFailure::Cancelled, "cancelled"));
+            }
+            // A cancel is a request: the completion takes a while, and the transport may write until then.
+            let wait = self.dice.between(1, 60) * MS;
+            self.after(wait, Event::ReadEnd { read: id });
+        }
+    }
+
+}

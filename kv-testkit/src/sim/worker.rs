@@ -1,0 +1,224 @@
+//! Workers of a simulated world: the real machine, and a driver over simulated time.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use kv_proto::message::WorkerMessage;
+use kv_proto::{
+    Attempt, BlockLayout, EngineId, Fingerprint, Incarnation, LeaseId, LoadId, OfferDigest, Plan, ProducerOrder, Rank, Topology,
+};
+use kv_transport::RegionId;
+use kv_worker::machine::io::{Decision, Fact};
+use kv_worker::machine::pulls::LocalMemory;
+use kv_worker::machine::worker::WorkerMachine;
+use kv_worker::{WorkerConfig, WorkerLimits};
+
+use super::canary::Canary;
+use super::dice::Dice;
+use super::engine::{CELL_BYTES, LAYERS, Role};
+use super::faults::FaultKind;
+use super::world::{Clock, Event, MS, Time, WorkerAt, World};
+
+/// Limits of a world's workers: a tenth of what data centres use, so that more of them pass.
+const LIMITS: WorkerLimits = WorkerLimits {
+    handshake: Duration::from_millis(500),
+    connect: Duration::from_millis(300),
+    retry_min: Duration::from_millis(50),
+    retry_max: Duration::from_millis(1_000),
+    peer_wait: Duration::from_millis(1_000),
+    read: Duration::from_millis(1_000),
+    stall: Duration::from_millis(300),
+    confirm: Duration::from_millis(400),
+    confirm_repeat: Duration::from_millis(100),
+    renew_every: Duration::from_millis(100),
+    remember_ended: Duration::from_millis(2_000),
+    peer_idle: Duration::from_millis(5_000),
+};
+
+/// Longest a read may take in all, and without a piece, as the transport is told.
+pub(super) const READ_TOTAL: Time = 1_000 * MS;
+pub(super) const HANDSHAKE_LIMIT: Time = 500 * MS;
+
+/// One worker process.
+pub(super) struct WorkerNode {
+    pub(super) machine: WorkerMachine,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) clock: Clock,
+    pub(super) paused_until: Time,
+    /// What its cells hold, by layer and block.
+    pub(super) memory: Vec<u64>,
+    /// When the last plan on its way arrives.
+    pub(super) plans_until: Time,
+    pub(super) next_accepted: u64,
+    /// Leases whose grant has reached it; for a canary.
+    granted: BTreeMap<LeaseId, OfferDigest>,
+    /// The earliest timer that is set.
+    timer_at: Option<Time>,
+}
+
+impl WorkerNode {
+    pub(super) fn new(
+        engine: EngineId,
+        incarnation: Incarnation,
+        rank: usize,
+        topology: Topology,
+        layout: BlockLayout,
+        fingerprint: Fingerprint,
+    ) -> Self {
+        let cells = LAYERS * layout.blocks as usize;
+        let mut dice = Dice::new(incarnation.get() ^ (rank as u64) << 7);
+        let config = WorkerConfig { engine, incarnation, rank: Rank(rank as u32), topology, limits: LIMITS };
+        let local = LocalMemory { layout, regions: vec![RegionId(0)] };
+        Self {
+            machine: WorkerMachine::new(config, local, "sim"),
+            fingerprint,
+            clock: Clock::draw(&mut dice),
+            paused_until: 0,
+            memory: vec![0; cells],
+            plans_until: 0,
+            next_accepted: 0,
+            granted: BTreeMap::new(),
+            timer_at: None,
+        }
+    }
+}
+
+impl World {
+    pub(super) fn worker(&mut self, at: WorkerAt) -> Option<&mut WorkerNode> {
+        let engine = self.engines.get_mut(at.engine)?;
+        (engine.alive && engine.life == at.life).then(|| engine.workers.get_mut(at.rank)).flatten()
+    }
+
+    /// Until when a worker stands still, if it does.
+    pub(super) fn stands_still(&mut self, at: WorkerAt) -> Option<Time> {
+        let now = self.now;
+        self.worker(at).map(|worker| worker.paused_until).filter(|until| *until > now)
+    }
+
+    pub(super) fn plan_at_worker(&mut self, at: WorkerAt, plan: &std::rc::Rc<Vec<u8>>) {
+        if let Some(until) = self.stands_still(at) {
+            return self.at(until, Event::PlanAtWorker { at, plan: plan.clone() });
+        }
+        let tied = self.has(Canary::RenewalTiedToSteps);
+        let Ok(plan) = Plan::decode(plan) else { return };
+        let Some(worker) = self.worker(at) else { return };
+        for order in &plan.producer {
+            if let ProducerOrder::Grant { lease, offer, .. } = order {
+                worker.granted.insert(*lease, *offer);
+            }
+        }
+        self.give(at, Fact::PlanTaken(plan));
+        if tied {
+            self.let_time_pass(at);
+        }
+    }
+
+    /// Hands a fact to a worker's machine and carries out what it decides.
+    pub(super) fn give(&mut self, at: WorkerAt, fact: Fact) {
+        let now = self.now;
+        let Some(worker) = self.worker(at) else { return };
+        let mut decisions = Vec::new();
+        let moment = worker.clock.read(now);
+        worker.machine.take(moment, fact, &mut decisions);
+        self.settle(at, decisions);
+    }
+
+    fn let_time_pass(&mut self, at: WorkerAt) {
+        let now = self.now;
+        let Some(worker) = self.worker(at) else { return };
+        let mut decisions = Vec::new();
+        let moment = worker.clock.read(now);
+        worker.machine.time_passed(moment, &mut decisions);
+        self.settle(at, decisions);
+    }
+
+    fn settle(&mut self, at: WorkerAt, decisions: Vec<Decision>) {
+        for decision in decisions {
+            self.carry_out(at, decision);
+        }
+        self.send_report(at);
+        self.set_timer(at);
+    }
+
+    fn send_report(&mut self, at: WorkerAt) {
+        let Some(worker) = self.worker(at) else { return };
+        let report = worker.machine.take_report();
+        if report.is_empty() {
+            return;
+        }
+        let Ok(report) = report.encode() else { return };
+        let mut wait = self.dice.between(0, 5) * MS;
+        if self.strikes(FaultKind::ReportLate) {
+            wait += self.dice.between(20, 400) * MS;
+        }
+        self.after(wait, Event::ReportAtScheduler { engine: at.engine, life: at.life, report });
+    }
+
+    /// Sets the timer for a machine's next deadline.
+    pub(super) fn set_timer(&mut self, at: WorkerAt) {
+        let role = self.engines[at.engine].role;
+        let dead = match self.canary {
+            Some(Canary::NoDeadlines) => role == Role::Consumer,
+            Some(Canary::NeverExpires) => role == Role::Producer,
+            Some(Canary::RenewalTiedToSteps) => true,
+            _ => false,
+        };
+        let now = self.now;
+        let Some(worker) = self.worker(at) else { return };
+        if dead {
+            return;
+        }
+        let Some(deadline) = worker.machine.next_deadline() else { return };
+        let when = worker.clock.when(deadline).max(now + 1);
+        if worker.timer_at.is_none_or(|set| set > when || set <= now) {
+            worker.timer_at = Some(when);
+            self.at(when, Event::Timer { at });
+        }
+    }
+
+    pub(super) fn timer(&mut self, at: WorkerAt) {
+        if let Some(until) = self.stands_still(at) {
+            // Behind everything else that waits for this process: first what has arrived, then the deadlines.
+            return self.at(until + 1, Event::Timer { at });
+        }
+        let now = self.now;
+        let Some(worker) = self.worker(at) else { return };
+        if worker.timer_at.is_some_and(|set| set > now) {
+            return;
+        }
+        worker.timer_at = None;
+        self.let_time_pass(at);
+    }
+
+    fn carry_out(&mut self, at: WorkerAt, decision: Decision) {
+        match decision {
+            Decision::ShakeHands { peer } => self.shake_hands(at, peer),
+            Decision::Connect { link, address } => self.connect(at, link, &address),
+            Decision::Disconnect { link } => self.disconnect(at, link),
+            Decision::Send { link, message } => self.send(at, link, message),
+            Decision::Read { load, link, parts } => self.begin_read(at, load, link, &parts),
+            Decision::CancelRead { load } => self.cancel_read(at, load),
+        }
+    }
+
+    /// What was offered under a lease, if its grant has reached the worker.
+    pub(super) fn granted(&mut self, at: WorkerAt, lease: LeaseId) -> Option<OfferDigest> {
+        self.worker(at).and_then(|worker| worker.granted.get(&lease).copied())
+    }
+
+    /// The canary: a consumer's worker that does not ask.
+    pub(super) fn confirm_unasked(&mut self, at: WorkerAt, load: LoadId, lease: LeaseId) {
+        let link = self.links.iter().find_map(|(id, l)| (l.consumer == at && l.is_open()).then_some(*id));
+        if let Some(link) = link {
+            let message = WorkerMessage::Confirmed { lease, attempt: Attempt(load.0) };
+            if let Ok(bytes) = message.encode() {
+                self.after(1, Event::Message { link, to_producer: false, bytes });
+            }
+        }
+    }
+}
+
+/// The cells that a range of bytes covers.
+pub(super) fn cells(offset: u64, len: u64) -> std::ops::Range<usize> {
+    (offset / CELL_BYTES) as usize..((offset + len) / CELL_BYTES) as usize
+}

@@ -1,0 +1,422 @@
+//! A simulated world: engines with their halves, a router, clients, a network, and time that jumps from event to
+//! event.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use kv_proto::handshake::EngineCard;
+use kv_proto::{Moment, PeerLocator};
+use kv_worker::Failure;
+use serde_json::Value;
+
+use super::canary::Canary;
+use super::dice::Dice;
+use super::engine::{Engine, Role};
+use super::faults::{FaultKind, FaultPlan};
+use super::invariants::{self, Invariant, Violation};
+use super::links::Link;
+use super::reads::Read;
+
+/// Microseconds of the world's own time.
+pub(super) type Time = u64;
+
+/// One millisecond of the world's own time.
+pub(super) const MS: Time = 1_000;
+/// When faults stop and everything must heal.
+const HEAL_AT: Time = 6_000 * MS;
+/// When everything must have ended: the longest chain of limits after the healing, with room.
+const END_AT: Time = HEAL_AT + 30_000 * MS;
+/// Most events of one world. More means that something goes round in circles.
+const EVENTS_MAX: u64 = 400_000;
+
+/// One worker process of one life of an engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct WorkerAt {
+    pub(super) engine: usize,
+    pub(super) life: u32,
+    pub(super) rank: usize,
+}
+
+impl fmt::Display for WorkerAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}.{}", self.engine, self.life, self.rank)
+    }
+}
+
+/// Something that will happen.
+#[derive(Debug, Clone)]
+pub(super) enum Event {
+    RequestAtP { request: usize },
+    RequestAtD { engine: usize, request: usize, params: Rc<Value>, copy: u32 },
+    ParamsAtRouter { request: usize, params: Rc<Value> },
+    Tick { engine: usize, life: u32 },
+    PlanAtWorker { at: WorkerAt, plan: Rc<Vec<u8>> },
+    ReportAtScheduler { engine: usize, life: u32, report: Vec<u8> },
+    HandshakeAtP { from: WorkerAt, peer: Arc<PeerLocator>, query: Vec<u8> },
+    HandshakeAtD { to: WorkerAt, peer: Arc<PeerLocator>, result: Result<Box<EngineCard>, Failure> },
+    LinkAtP { link: u64 },
+    LinkAtD { link: u64 },
+    LinkGone { link: u64 },
+    Message { link: u64, to_producer: bool, bytes: Vec<u8> },
+    ReadPiece { read: u64 },
+    ReadEnd { read: u64 },
+    Timer { at: WorkerAt },
+    ClientGone { engine: usize, life: u32, id: String },
+    Die { engine: usize, back_after: Option<Time> },
+    Return { engine: usize },
+    Pause { engine: usize, process: usize, until: Time },
+    ClockJump { engine: usize, process: usize, by: Time },
+    Partition { from: usize, to: usize, until: Time },
+    Heal,
+}
+
+struct Scheduled {
+    at: Time,
+    number: u64,
+    event: Event,
+}
+
+impl PartialEq for Scheduled {
+    fn eq(&self, other: &Self) -> bool {
+        (self.at, self.number) == (other.at, other.number)
+    }
+}
+impl Eq for Scheduled {}
+impl PartialOrd for Scheduled {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Scheduled {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.at, self.number).cmp(&(other.at, other.number))
+    }
+}
+
+/// How a world is run.
+#[derive(Debug, Clone, Default)]
+pub struct Settings {
+    /// The guard that does not work, if any.
+    pub canary: Option<Canary>,
+    /// Tell the story.
+    pub trace: bool,
+    /// These faults instead of the seed's own.
+    pub faults: Option<FaultPlan>,
+    /// At most so many of the seed's requests.
+    pub requests: Option<usize>,
+}
+
+/// What became of a world.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// The seed.
+    pub seed: u64,
+    /// What could go wrong.
+    pub faults: FaultPlan,
+    /// What did go wrong, and how often.
+    pub struck: BTreeMap<FaultKind, u64>,
+    /// Promises that were broken; the first is the cause.
+    pub violations: Vec<Violation>,
+    /// Whether everything had ended and every block was free in the end.
+    pub healed: bool,
+    /// Requests in the world.
+    pub requests: usize,
+    /// Loads that ended well.
+    pub loaded: u64,
+    /// Loads that failed.
+    pub failed: u64,
+    /// Events that happened.
+    pub events: u64,
+    /// The story, if it was asked for: times in milliseconds.
+    pub story: Vec<(f64, String)>,
+}
+
+/// What a request of the world is about.
+#[derive(Debug, Clone)]
+pub(super) struct Prompt {
+    pub(super) tokens: Vec<u32>,
+    pub(super) producer: usize,
+    pub(super) consumer: usize,
+}
+
+/// The world.
+pub(super) struct World {
+    pub(super) now: Time,
+    pub(super) dice: Dice,
+    fault_dice: BTreeMap<FaultKind, Dice>,
+    pub(super) faults: FaultPlan,
+    struck: BTreeMap<FaultKind, u64>,
+    pub(super) canary: Option<Canary>,
+    pub(super) engines: Vec<Engine>,
+    pub(super) prompts: Vec<Prompt>,
+    pub(super) links: BTreeMap<u64, Link>,
+    pub(super) reads: BTreeMap<u64, Read>,
+    pub(super) partitions: BTreeMap<(usize, usize), Time>,
+    /// Memories of former lives, for reads that a dead process cannot stop.
+    pub(super) graveyard: BTreeMap<WorkerAt, Vec<u64>>,
+    /// Whether the transport of this world reads from dead processes' memory, as shared memory does.
+    pub(super) reads_outlive_owner: bool,
+    pub(super) next_id: u64,
+    queue: BinaryHeap<Reverse<Scheduled>>,
+    next_event: u64,
+    events: u64,
+    pub(super) violations: Vec<Violation>,
+    pub(super) loaded: u64,
+    pub(super) failed: u64,
+    trace: bool,
+    story: Vec<(f64, String)>,
+    seed: u64,
+}
+
+/// Runs one world from its seed to its end.
+pub fn run(seed: u64, settings: &Settings) -> Outcome {
+    let mut world = World::new(seed, settings);
+    world.play();
+    world.outcome()
+}
+
+impl World {
+    fn new(seed: u64, settings: &Settings) -> Self {
+        let mut dice = Dice::new(seed);
+        let mut draw = dice.split();
+        let mut fault_source = dice.split();
+        let fault_dice = FaultKind::ALL.iter().map(|kind| (*kind, fault_source.split())).collect();
+        let drawn = FaultPlan::draw(&mut fault_source);
+        let faults = settings.faults.clone().unwrap_or(drawn);
+        let ranks = draw.between(1, 2) as usize;
+        let (producers, consumers) = (draw.between(1, 2) as usize, draw.between(1, 2) as usize);
+        let mut engines = Vec::new();
+        for index in 0..producers + consumers {
+            let role = if index < producers { Role::Producer } else { Role::Consumer };
+            engines.push(Engine::new(index, role, ranks, &mut draw));
+        }
+        let requests = draw.between(2, 10) as usize;
+        let prompts: Vec<Prompt> = (0..requests)
+            .map(|number| Prompt {
+                tokens: (0..draw.between(1, 22)).map(|i| (number as u32 + 1) * 100 + i as u32).collect(),
+                producer: draw.below(producers as u64) as usize,
+                consumer: producers + draw.below(consumers as u64) as usize,
+            })
+            .collect();
+        let reads_outlive_owner = draw.chance(400);
+        let mut world = Self {
+            now: 0,
+            dice,
+            fault_dice,
+            faults,
+            struck: BTreeMap::new(),
+            canary: settings.canary,
+            engines,
+            prompts,
+            links: BTreeMap::new(),
+            reads: BTreeMap::new(),
+            partitions: BTreeMap::new(),
+            graveyard: BTreeMap::new(),
+            reads_outlive_owner,
+            next_id: 1,
+            queue: BinaryHeap::new(),
+            next_event: 0,
+            events: 0,
+            violations: Vec::new(),
+            loaded: 0,
+            failed: 0,
+            trace: settings.trace,
+            story: Vec::new(),
+            seed,
+        };
+        for engine in 0..world.engines.len() {
+            world.start_engine(engine);
+        }
+        let kept = settings.requests.unwrap_or(requests).min(requests);
+        for request in 0..requests {
+            let at = draw.between(1, 2_500) * MS;
+            if request < kept {
+                world.at(at, Event::RequestAtP { request });
+            }
+        }
+        world.draw_disasters(&mut draw);
+        world.at(HEAL_AT, Event::Heal);
+        world
+    }
+
+    /// Faults that strike an engine as a whole.
+    fn draw_disasters(&mut self, draw: &mut Dice) {
+        for engine in 0..self.engines.len() {
+            let when = draw.between(50, 4_000) * MS;
+            let after = draw.between(5, 800) * MS;
+            let process = draw.below(self.engines[engine].ranks as u64 + 1) as usize;
+            if self.strikes(FaultKind::Restart) {
+                self.at(when, Event::Die { engine, back_after: Some(after) });
+            }
+            if self.strikes(FaultKind::Crash) {
+                self.at(when + 300 * MS, Event::Die { engine, back_after: None });
+            }
+            if self.strikes(FaultKind::Pause) {
+                let until = when + 700 * MS + after;
+                self.at(when, Event::Pause { engine, process, until });
+            }
+            if self.strikes(FaultKind::ClockJump) {
+                self.at(when, Event::ClockJump { engine, process, by: 400 * MS + after });
+            }
+            let other = draw.below(self.engines.len() as u64) as usize;
+            if other != engine && self.strikes(FaultKind::OneWayPartition) {
+                let until = when + after + 200 * MS;
+                self.at(when, Event::Partition { from: engine, to: other, until });
+            }
+        }
+    }
+
+    /// Throws for a fault; counts it if it strikes. After the healing nothing strikes.
+    pub(super) fn strikes(&mut self, kind: FaultKind) -> bool {
+        let Some(dice) = self.fault_dice.get_mut(&kind) else { return false };
+        let struck = self.faults.strikes(kind, dice) && self.now < HEAL_AT;
+        if struck {
+            *self.struck.entry(kind).or_default() += 1;
+        }
+        struck
+    }
+
+    pub(super) fn has(&self, canary: Canary) -> bool {
+        self.canary == Some(canary)
+    }
+
+    pub(super) fn fresh(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    pub(super) fn at(&mut self, at: Time, event: Event) {
+        let number = self.next_event;
+        self.next_event += 1;
+        self.queue.push(Reverse(Scheduled { at: at.max(self.now), number, event }));
+    }
+
+    pub(super) fn after(&mut self, wait: Time, event: Event) {
+        self.at(self.now + wait, event);
+    }
+
+    pub(super) fn tell(&mut self, what: impl FnOnce() -> String) {
+        if self.trace {
+            self.story.push((self.now as f64 / MS as f64, what()));
+        }
+    }
+
+    pub(super) fn violate(&mut self, invariant: Invariant, what: String) {
+        self.tell(|| format!("VIOLATION of {}: {what}", invariant.name()));
+        self.violations.push(Violation { invariant, at_ms: self.now as f64 / MS as f64, what });
+    }
+
+    fn play(&mut self) {
+        while let Some(Reverse(next)) = self.queue.pop() {
+            if next.at > END_AT || self.events >= EVENTS_MAX || !self.violations.is_empty() {
+                break;
+            }
+            self.now = next.at;
+            self.events += 1;
+            self.happen(next.event);
+        }
+        if self.violations.is_empty() {
+            if self.events >= EVENTS_MAX {
+                self.violate(Invariant::NoHang, format!("{EVENTS_MAX} events and no end"));
+            }
+            self.now = self.now.max(HEAL_AT);
+            invariants::at_end(self);
+        }
+    }
+
+    /// From now on nothing fails any more, and who is away comes back.
+    fn heal(&mut self) {
+        self.tell(|| "faults stop".to_owned());
+        self.partitions.clear();
+        for engine in 0..self.engines.len() {
+            if !self.engines[engine].alive {
+                self.after(MS, Event::Return { engine });
+            }
+        }
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::RequestAtP { request } => self.request_at_p(request),
+            Event::RequestAtD { engine, request, params, copy } => self.request_at_d(engine, request, &params, copy),
+            Event::ParamsAtRouter { request, params } => self.params_at_router(request, &params),
+            Event::Tick { engine, life } => self.tick(engine, life),
+            Event::PlanAtWorker { at, plan } => self.plan_at_worker(at, &plan),
+            Event::ReportAtScheduler { engine, life, report } => self.report_at_scheduler(engine, life, &report),
+            Event::HandshakeAtP { from, peer, query } => self.handshake_at_p(from, peer, query),
+            Event::HandshakeAtD { to, peer, result } => self.handshake_at_d(to, peer, result),
+            Event::LinkAtP { link } => self.link_at_p(link),
+            Event::LinkAtD { link } => self.link_at_d(link),
+            Event::LinkGone { link } => self.link_gone(link),
+            Event::Message { link, to_producer, bytes } => self.message(link, to_producer, bytes),
+            Event::ReadPiece { read } => self.read_piece(read),
+            Event::ReadEnd { read } => self.read_end(read),
+            Event::Timer { at } => self.timer(at),
+            Event::ClientGone { engine, life, id } => self.client_gone(engine, life, &id),
+            Event::Die { engine, back_after } => self.die(engine, back_after),
+            Event::Return { engine } => self.come_back(engine),
+            Event::Pause { engine, process, until } => self.pause(engine, process, until),
+            Event::ClockJump { engine, process, by } => self.clock_jump(engine, process, by),
+            Event::Heal => self.heal(),
+            Event::Partition { from, to, until } => {
+                if self.now < HEAL_AT {
+                    self.tell(|| format!("nothing passes from engine {from} to {to} for a while"));
+                    self.partitions.insert((from, to), until);
+                }
+            }
+        }
+    }
+
+    /// Whether something sent now from one engine to another arrives.
+    pub(super) fn passes(&self, from: usize, to: usize) -> bool {
+        self.partitions.get(&(from, to)).is_none_or(|until| *until <= self.now)
+    }
+
+    fn outcome(self) -> Outcome {
+        Outcome {
+            seed: self.seed,
+            healed: self.violations.is_empty(),
+            faults: self.faults,
+            struck: self.struck,
+            violations: self.violations,
+            requests: self.prompts.len(),
+            loaded: self.loaded,
+            failed: self.failed,
+            events: self.events,
+            story: self.story,
+        }
+    }
+}
+
+/// A process's clock: it began at some other time than the world's, and runs a little fast or slow.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Clock {
+    offset: Time,
+    /// Parts in a thousand by which it runs fast.
+    fast: i64,
+}
+
+impl Clock {
+    pub(super) fn draw(dice: &mut Dice) -> Self {
+        Self { offset: dice.below(1_000_000_000), fast: dice.between(0, 40) as i64 - 20 }
+    }
+
+    pub(super) fn jump(&mut self, by: Time) {
+        self.offset += by;
+    }
+
+    pub(super) fn read(self, now: Time) -> Moment {
+        let ran = (now as i128 * (1000 + i128::from(self.fast)) / 1000) as u64;
+        Moment::from_start(std::time::Duration::from_micros(self.offset + ran))
+    }
+
+    /// The world's time at which the clock shows a moment, rounded up.
+    pub(super) fn when(self, moment: Moment) -> Time {
+        let shown = moment.since_start().as_nanos().div_ceil(1_000) as i128;
+        let ran = (shown - i128::from(self.offset)).max(0);
+        (ran * 1000 / (1000 + i128::from(self.fast))) as u64 + 1
+    }
+}

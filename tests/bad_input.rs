@@ -1,0 +1,862 @@
+//! What comes from outside costs the request or the peer that brought it, and nobody else: the error says what is
+//! wrong, with both values where there are two, and the next hand-over works.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A failed check is a failed test.
+
+mod common;
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use common::{D, Engine, P, SOON, Shape, Signal, World, config, list, prompt, request};
+use kv_connector::proto::handshake::{Answer, Query, RefusalCode};
+use kv_connector::proto::{EngineId, Fingerprint, Incarnation, LoadFailure, Topology, token_digest};
+use kv_connector::transport::tcp::{TcpConfig, TcpTransport};
+use kv_connector::transport::{Address, Transport};
+use kv_connector::{Config, ConnectorError, Rank, RequestId, Role};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+fn pair() -> World {
+    World::of([Shape::named("p"), Shape { blocks: 24, gap: 48, ..Shape::named("d") }])
+}
+
+/// The load fails for this reason and with these words, and nothing is left of it at the consumer.
+fn refuse_load(world: &mut World, name: &str, reason: LoadFailure, words: &[&str]) {
+    let (got, detail) = world.expect_failed(D, name);
+    assert_eq!(got, reason, "{detail}");
+    for word in words {
+        assert!(detail.contains(word), "{word:?} is not in: {detail}");
+    }
+    world.finish(D, name);
+    world.until("nothing is held", SOON, |w| w[D].sched.stats().holds == 0);
+}
+
+type Forgery = (&'static str, fn(&mut Value), &'static str);
+
+#[test]
+fn parameters_that_cannot_be_are_refused_by_field_and_value() {
+    let forgeries: &[Forgery] = &[
+        ("a string", |p| *p = json!("x"), "kv_transfer_params must be an object, got a string"),
+        ("a list", |p| *p = json!([p.clone()]), "kv_transfer_params must be an object, got a list"),
+        // Missing.
+        ("no engine", |p| drop(p["remote_engine_id"].take()), "remote_engine_id is missing"),
+        ("no request", |p| drop(p["remote_request_id"].take()), "remote_request_id is missing"),
+        ("no host", |p| drop(p["remote_host"].take()), "remote_host is missing"),
+        ("no port", |p| drop(p["remote_port"].take()), "remote_port is missing"),
+        ("no ranks", |p| drop(p["tp_size"].take()), "tp_size is missing"),
+        ("no blocks", |p| drop(p["remote_block_ids"].take()), "remote_block_ids is missing"),
+        ("nothing of ours", |p| drop(p["kv_connector"].take()), "kv_connector is missing"),
+        ("no version", |p| drop(p["kv_connector"]["version"].take()), "kv_connector.version is missing"),
+        ("no tokens", |p| drop(p["kv_connector"]["tokens"].take()), "kv_connector.tokens is missing"),
+        (
+            "no block size",
+            |p| drop(p["kv_connector"]["block_tokens"].take()),
+            "kv_connector.block_tokens is missing",
+        ),
+        ("no count", |p| drop(p["kv_connector"]["blocks"].take()), "kv_connector.blocks is missing"),
+        (
+            "no digest",
+            |p| drop(p["kv_connector"]["token_digest"].take()),
+            "kv_connector.token_digest is missing",
+        ),
+        ("no life", |p| drop(p["kv_connector"]["incarnation"].take()), "kv_connector.incarnation is missing"),
+        ("an empty host", |p| p["remote_host"] = json!(""), "remote_host is missing"),
+        // Of another type.
+        (
+            "a flag of text",
+            |p| p["do_remote_prefill"] = json!("yes"),
+            "do_remote_prefill must be a boolean, got \"yes\"",
+        ),
+        (
+            "an engine of numbers",
+            |p| p["remote_engine_id"] = json!(7),
+            "remote_engine_id must be a string, got 7",
+        ),
+        (
+            "a port of text",
+            |p| p["remote_port"] = json!("5600"),
+            "remote_port must be a whole number, got \"5600\"",
+        ),
+        (
+            "half a port",
+            |p| p["remote_port"] = json!(5600.5),
+            "remote_port must be a whole number, got 5600.5",
+        ),
+        (
+            "blocks by name",
+            |p| p["remote_block_ids"] = json!([[1, "two", 3]]),
+            "remote_block_ids must be a whole number, got \"two\"",
+        ),
+        (
+            "blocks in an object",
+            |p| p["remote_block_ids"] = json!({ "a": 1 }),
+            "remote_block_ids must be a list of block ids, or one such list per group, got {\"a\":1}",
+        ),
+        ("ours in a list", |p| p["kv_connector"] = json!([1]), "kv_connector must be an object, got [1]"),
+        (
+            "a life that is none",
+            |p| p["kv_connector"]["incarnation"] = json!("XYZ"),
+            "kv_connector.incarnation must be 16 lower-case hexadecimal digits, got \"XYZ\"",
+        ),
+        // Negative.
+        ("a negative port", |p| p["remote_port"] = json!(-1), "remote_port is -1; 1 to 65535 are allowed"),
+        (
+            "a negative block",
+            |p| p["remote_block_ids"] = json!([[1, -2, 3]]),
+            "remote_block_ids is -2; 0 to 4294967294 are allowed",
+        ),
+        (
+            "negative tokens",
+            |p| p["kv_connector"]["tokens"] = json!(-11),
+            "kv_connector.tokens is -11; 0 to 67108864 are allowed",
+        ),
+        (
+            "a negative lease",
+            |p| p["kv_connector"]["lease"] = json!(-1),
+            "kv_connector.lease is -1; 0 to 18446744073709551615 are allowed",
+        ),
+        // Huge.
+        ("a huge port", |p| p["remote_port"] = json!(65_536), "remote_port is 65536; 1 to 65535 are allowed"),
+        (
+            "huge ranks",
+            |p| p["tp_size"] = json!(1_000_000_000),
+            "tp_size is 1000000000; 1 to 65535 are allowed",
+        ),
+        (
+            "a huge block",
+            |p| p["remote_block_ids"] = json!([[1, 4_294_967_295u32, 3]]),
+            "remote_block_ids is 4294967295; 0 to 4294967294 are allowed",
+        ),
+        (
+            "huge tokens",
+            |p| p["kv_connector"]["tokens"] = json!(u64::MAX),
+            "kv_connector.tokens is 18446744073709551615; 0 to 67108864 are allowed",
+        ),
+        (
+            "huge blocks",
+            |p| p["kv_connector"]["block_tokens"] = json!(65_537),
+            "kv_connector.block_tokens is 65537; 1 to 65536 are allowed",
+        ),
+        (
+            "a lease beyond counting",
+            |p| p["kv_connector"]["lease"] = json!(1.0e30),
+            "kv_connector.lease is 1e+30; 0 to 18446744073709551615 are allowed",
+        ),
+        (
+            "a version to come",
+            |p| p["kv_connector"]["version"] = json!(2),
+            "kv_connector.version is 2; 1 to 1 are allowed",
+        ),
+        (
+            "a long host",
+            |p| p["remote_host"] = json!("h".repeat(256)),
+            "remote_host has 256 items, at most 255 are allowed",
+        ),
+        (
+            "a long digest",
+            |p| p["kv_connector"]["token_digest"] = json!("0".repeat(129)),
+            "kv_connector.token_digest has 129 items, at most 128 are allowed",
+        ),
+        (
+            "a long request id",
+            |p| p["remote_request_id"] = json!("r".repeat(10_240)),
+            "remote_request_id: request_id is 10240 bytes long, at most 1024 are allowed",
+        ),
+        (
+            "a long engine id",
+            |p| p["remote_engine_id"] = json!("e".repeat(257)),
+            "remote_engine_id: engine_id is 257 bytes long, at most 256 are allowed",
+        ),
+        (
+            "a control character",
+            |p| p["remote_request_id"] = json!("a\u{7}b"),
+            "remote_request_id: request_id holds the control character U+0007 at byte 1",
+        ),
+        (
+            "too many groups",
+            |p| p["remote_block_ids"] = json!(vec![[1, 2, 3]; 65]),
+            "remote_block_ids has 65 items, at most 64 are allowed",
+        ),
+        // Contradictory.
+        (
+            "both roles",
+            |p| p["do_remote_decode"] = json!(true),
+            "do_remote_decode says true, but do_remote_prefill says true",
+        ),
+        (
+            "two token counts",
+            |p| p["remote_num_tokens"] = json!(12),
+            "remote_num_tokens says 12, but kv_connector.tokens says 11",
+        ),
+        (
+            "two block counts",
+            |p| p["kv_connector"]["blocks"] = json!(4),
+            "remote_block_ids says 3 blocks, but kv_connector.blocks says 4",
+        ),
+        (
+            "groups of other lengths",
+            |p| p["remote_block_ids"] = json!([[7, 3, 4], [1, 2]]),
+            "remote_block_ids says 2 blocks, but kv_connector.blocks says 3",
+        ),
+        (
+            "no group",
+            |p| p["remote_block_ids"] = json!([]),
+            "remote_block_ids says no group, but kv_connector.blocks says 3",
+        ),
+        (
+            "more tokens than fit",
+            |p| {
+                p["remote_num_tokens"] = json!(13);
+                p["kv_connector"]["tokens"] = json!(13);
+            },
+            "kv_connector.tokens says 13 (in 4 blocks of 4), but kv_connector.blocks says 3",
+        ),
+        (
+            "no lease",
+            |p| drop(p["kv_connector"]["lease"].take()),
+            "kv_connector.lease says none, but kv_connector.blocks says 3",
+        ),
+        (
+            "a lease on nothing",
+            |p| {
+                p["remote_num_tokens"] = json!(0);
+                p["remote_block_ids"] = json!([[]]);
+                p["kv_connector"]["tokens"] = json!(0);
+                p["kv_connector"]["blocks"] = json!(0);
+            },
+            "kv_connector.lease says lease-1, but kv_connector.blocks says 0",
+        ),
+    ];
+    let mut world = pair();
+    let offer = world.prefill(P, "r", 11, &[7, 3, 4]);
+    for (what, change, words) in forgeries {
+        let forged = offer.forged(change);
+        let error = world.arrive(D, "r", &forged).unwrap_err();
+        assert!(matches!(error, ConnectorError::Params(_)), "{what}: {error:?}");
+        assert_eq!(error.to_string(), *words, "{what}");
+        // Nothing of it is known afterwards.
+        assert_eq!(world[D].sched.remote_tokens(&request("r"), 0), 0);
+        world.finish(D, "r");
+    }
+    assert_eq!(world[D].sched.stats().holds, 0);
+    // What was really offered is still good.
+    world.begin_load(D, "r", &offer, &[2, 9, 1]);
+    world.expect_loaded(D, "r");
+    world.expect_moved(P, &[7, 3, 4], D, &[2, 9, 1]);
+    world[D].assert_memory();
+    world.released(P, offer.hold);
+    world.finish(D, "r");
+    world.hand_over(P, D, "next");
+}
+
+#[test]
+fn keys_that_nobody_knows_do_no_harm() {
+    let mut world = pair();
+    let offer = world.prefill(P, "r", 11, &[7, 3, 4]).forged(|p| {
+        p["x-router"] = json!({ "hops": [1, 2] });
+        p["kv_connector"]["to_come"] = json!(true);
+        // A hint: the handshake decides.
+        p["tp_size"] = json!(7);
+        // One flat list, as older routers carry it.
+        p["remote_block_ids"] = json!([7, 3, 4]);
+    });
+    world.begin_load(D, "r", &offer, &[2, 9, 1]);
+    world.expect_loaded(D, "r");
+    world.expect_moved(P, &[7, 3, 4], D, &[2, 9, 1]);
+    world[D].assert_memory();
+}
+
+#[test]
+fn another_engine_at_a_right_address_is_the_wrong_peer() {
+    let mut world = pair();
+    let offer = world.prefill(P, "r", 11, &[7, 3, 4]);
+    let wrong = offer.forged(|p| p["remote_engine_id"] = json!("somebody"));
+    world.begin_load(D, "wrong engine", &wrong, &[2, 9, 1]);
+    refuse_load(
+        &mut world,
+        "wrong engine",
+        LoadFailure::WrongPeer,
+        &["engine somebody is wanted, but this is engine p in life"],
+    );
+    let wrong = offer.forged(|p| p["kv_connector"]["incarnation"] = json!("00000000000000aa"));
+    world.begin_load(D, "wrong life", &wrong, &[2, 9, 1]);
+    let life = world[P].identity.incarnation;
+    let words = format!("wanted engine p in life 00000000000000aa, but p in life {life} answers");
+    refuse_load(&mut world, "wrong life", LoadFailure::WrongPeer, &[&words]);
+    // The forgeries have not cost the honest request its lease.
+    world.begin_load(D, "r", &offer, &[2, 9, 1]);
+    world.expect_loaded(D, "r");
+    world.expect_moved(P, &[7, 3, 4], D, &[2, 9, 1]);
+    world[D].assert_memory();
+    world.released(P, offer.hold);
+    world.finish(D, "r");
+    world.hand_over(P, D, "next");
+}
+
+#[test]
+fn a_right_engine_at_a_wrong_address_cannot_be_reached_within_the_limit() {
+    // One that refuses, one that takes connections and is silent, one that speaks something else, and no host.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent_port = silent.local_addr().unwrap().port();
+    let quick = Config { handshake_limit_ms: 700, ..config("d") };
+    let mut world = World::of([Shape::named("p"), Shape { config: quick, ..Shape::named("d") }]);
+    let offer = world.prefill(P, "r", 11, &[7, 3, 4]);
+    let kv_port = world[P].listening[0].0;
+    let cases = [
+        ("127.0.0.1", 1, "no connection could be made"),
+        ("127.0.0.1", silent_port, "it does not greet as ZeroMQ"),
+        ("127.0.0.1", kv_port, "it does not greet as ZeroMQ"),
+        ("no-such-host.invalid", 5600, "host \"no-such-host.invalid\" d"),
+        ("0.0.0.0", 5600, "a wildcard host, an empty one or port 0 names no peer"),
+        ("not a host; rm -rf", 5600, "host \"not a host; rm -rf\" d"),
+    ];
+    for (host, port, words) in cases {
+        let name = format!("{host}:{port}");
+        let wrong = offer.forged(|p| {
+            p["remote_host"] = json!(host);
+            p["remote_port"] = json!(port);
+        });
+        let begun = Instant::now();
+        world.begin_load(D, &name, &wrong, &[2, 9, 1]);
+        let shown = format!("tcp://{host}:{port}");
+        refuse_load(&mut world, &name, LoadFailure::HandshakeUnreachable, &[words, &shown]);
+        // The handshake has 0.7 s; the rest is for a busy machine.
+        assert!(begun.elapsed() < Duration::from_secs(4), "{name} took {:?}", begun.elapsed());
+    }
+    world.begin_load(D, "r", &offer, &[2, 9, 1]);
+    world.expect_loaded(D, "r");
+    world.released(P, offer.hold);
+    world.expect_moved(P, &[7, 3, 4], D, &[2, 9, 1]);
+    world.hand_over(P, D, "next");
+}
+
+#[test]
+fn blocks_that_a_pool_does_not_have_fail_with_both_values() {
+    let mut world = pair();
+    for highest in [32, 9_999, u32::MAX - 1] {
+        let name = format!("remote {highest}");
+        let offer = world.prefill(P, &name, 11, &[7, 3, 4]);
+        let forged = offer.forged(|p| p["remote_block_ids"] = json!([[7, highest, 4]]));
+        world.begin_load(D, &name, &forged, &[2, 9, 1]);
+        let words = format!("remote block {highest} of group 0 is beyond the pool of 32");
+        refuse_load(&mut world, &name, LoadFailure::BadBlocks, &[&words]);
+        world.released(P, offer.hold);
+    }
+    let offer = world.prefill(P, "local", 11, &[7, 3, 4]);
+    world.arrive(D, "local", &offer).unwrap();
+    let error = world.allocate(D, "local", 0, &[2, 24, 1]).unwrap_err();
+    assert_eq!(error.to_string(), "request local: block 24 is beyond the pool of 24");
+    let error = world.allocate(D, "local", 0, &[2, 9]).unwrap_err();
+    assert_eq!(error.to_string(), "request local: 3 blocks are needed, 2 were allocated");
+    let error = world.allocate(D, "local", 3, &[2, 9, 1]).unwrap_err();
+    assert_eq!(error.to_string(), "request local: 3 local tokens are not a multiple of the block's 4");
+    let wrong = world[D].sched.blocks_allocated(&request("local"), 0, 5, &[list(&[2, 9, 1])]).unwrap_err();
+    assert_eq!(wrong.to_string(), "request local: 5 remote tokens asked for, 11 offered");
+    // None of them changed anything.
+    world.allocate(D, "local", 0, &[2, 9, 1]).unwrap();
+    world.expect_loaded(D, "local");
+    world.expect_moved(P, &[7, 3, 4], D, &[2, 9, 1]);
+    world[D].assert_memory();
+    world.released(P, offer.hold);
+    world.finish(D, "local");
+    world.hand_over(P, D, "next");
+}
+
+#[test]
+fn blocks_of_somebody_else_are_never_confirmed() {
+    let brief = Config { lease_ttl_ms: 3_000, lease_renewal_ms: 3_000, ..config("p") };
+    let mut world = World::of([Shape { config: brief, ..Shape::named("p") }, Shape::named("d")]);
+    let offer = world.prefill(P, "r", 11, &[7, 3, 4]);
+    let other = world.prefill(P, "other", 11, &[8, 9, 10]);
+    let forged = [
+        offer.forged(|p| p["remote_block_ids"] = json!([[7, 3, 5]])),
+        offer.forged(|p| p["remote_block_ids"] = json!([[3, 7, 4]])),
+        offer.forged(|p| p["kv_connector"]["lease"] = other.params["kv_connector"]["lease"].clone()),
+    ];
+    for (i, forged) in forged.iter().enumerate() {
+        let name = format!("forged-{i}");
+        world.begin_load(D, &name, forged, &[2, 9, 1]);
+        refuse_load(
+            &mut world,
+            &name,
+            LoadFailure::Lapsed,
+            &["of engine p did not hold until the read had ended"],
+        );
+    }
+    // The leases were held all the while, and are so still.
+    let producer = world[P].sched.stats().producer;
+    assert_eq!((producer.confirmed, producer.expired), (0, 0));
+    world.hand_over(P, D, "next");
+}
+
+#[test]
+fn an_offer_of_more_blocks_than_the_layout_has_is_refused() {
+    let mut world = pair();
+    let mut offer = world.prefill(P, "r", 11, &[7, 3, 4]);
+    offer.prompt = prompt("long", 400);
+    let forged = offer.forged(|p| {
+        p["remote_num_tokens"] = json!(400);
+        p["remote_block_ids"] = json!([(0..100).collect::<Vec<u32>>()]);
+        p["kv_connector"]["tokens"] = json!(400);
+        p["kv_connector"]["blocks"] = json!(100);
+        p["kv_connector"]["token_digest"] = json!(token_digest(&prompt("long", 400)));
+    });
+    // The engine cannot have so many blocks, and says so; or it repeats itself, and the producer's pool decides.
+    world.arrive(D, "few", &forged).unwrap();
+    let error = world.allocate(D, "few", 0, &(0..24).collect::<Vec<_>>()).unwrap_err();
+    assert_eq!(error.to_string(), "request few: 100 blocks are needed, 24 were allocated");
+    let repeated: Vec<u32> = (0..100).map(|i| i % 24).collect();
+    world.allocate(D, "few", 0, &repeated).unwrap();
+    let words = ["remote block 99 of group 0 is beyond the pool of 32"];
+    refuse_load(&mut world, "few", LoadFailure::BadBlocks, &words);
+    world.released(P, offer.hold);
+    world[D].assert_memory();
+    world.hand_over(P, D, "next");
+}
+
+/// Refused when it arrives, and given back to its producer at once.
+fn refuse_arrival(world: &mut World, tokens: u32, change: impl FnOnce(&mut common::Offer), words: &str) {
+    let mut offer = world.prefill(P, "r", tokens, &[7, 3, 4]);
+    change(&mut offer);
+    let error = world.arrive(D, "r", &offer).unwrap_err();
+    assert_eq!(error.to_string(), words);
+    world.released(P, offer.hold);
+    world.finish(D, "r");
+    world[D].assert_memory();
+    world.nothing_held();
+}
+
+#[test]
+fn an_offer_that_does_not_fit_the_request_is_refused_and_given_back() {
+    let mut world = pair();
+    refuse_arrival(
+        &mut world,
+        11,
+        |offer| {
+            offer.params["remote_block_ids"] = json!([[7, 3]]);
+            offer.params["kv_connector"]["block_tokens"] = json!(8);
+            offer.params["kv_connector"]["blocks"] = json!(2);
+        },
+        "block_tokens: ours 4, theirs 8",
+    );
+    refuse_arrival(
+        &mut world,
+        11,
+        |offer| offer.params["remote_block_ids"] = json!([[7, 3, 4], [7, 3, 4]]),
+        "block groups: ours 1, theirs 2",
+    );
+    let (ours, theirs) = (token_digest(&prompt("other", 11)), token_digest(&prompt("r", 11)));
+    refuse_arrival(
+        &mut world,
+        11,
+        |offer| offer.prompt = prompt("other", 11),
+        &format!(
+            "the offer is for another prompt: digest of the first 11 tokens is {ours} here, {theirs} there"
+        ),
+    );
+    refuse_arrival(
+        &mut world,
+        11,
+        |offer| offer.prompt.truncate(10),
+        "the offer covers 11 tokens, the prompt has 10",
+    );
+    assert_eq!(world[P].sched.stats().producer.released, 4);
+    world.hand_over(P, D, "next");
+}
+
+#[test]
+fn a_request_id_that_is_here_already_is_refused_and_the_first_goes_on() {
+    let mut world = pair();
+    let first = world.prefill(P, "r-1", 11, &[7, 3, 4]);
+    let second = world.prefill(P, "r-2", 11, &[8, 9, 10]);
+    world.arrive(D, "same", &first).unwrap();
+    let error = world.arrive(D, "same", &second).unwrap_err();
+    assert_eq!(error.to_string(), "request same is already here");
+    // The second offer has nobody who will read it.
+    world.released(P, second.hold);
+    // Brought twice, the first is still needed.
+    assert!(world.arrive(D, "same", &first).is_err());
+    world.allocate(D, "same", 0, &[2, 9, 1]).unwrap();
+    world.expect_loaded(D, "same");
+    world.expect_moved(P, &[7, 3, 4], D, &[2, 9, 1]);
+    world[D].assert_memory();
+    world.released(P, first.hold);
+    assert_eq!(world[P].sched.stats().producer.confirmed, 1);
+    // On the producer too.
+    world.begin_prefill(P, "same", 11);
+    let params = json!({ "do_remote_decode": true });
+    let error = world[P].sched.request_arrived(&request("same"), &[1], Some(&params)).unwrap_err();
+    assert_eq!(error.to_string(), "request same is already here");
+    let offer = world.end_prefill(P, "same", 11, &[0, 1, 2]);
+    world.finish(D, "same");
+    world.begin_load(D, "again", &offer, &[5, 6, 7]);
+    world.expect_loaded(D, "again");
+    world.finish(D, "again");
+    world.released(P, offer.hold);
+    world.nothing_held();
+}
+
+#[test]
+fn any_text_is_a_request_id_unless_it_is_too_long_empty_or_has_control_characters() {
+    let mut world = pair();
+    let long = "ü".repeat(512);
+    for name in
+        ["a, b, c", " leading and trailing ", "идентификатор-請求-🦀", "\"quoted\" {json: [1]}", &long]
+    {
+        world.hand_over(P, D, name);
+    }
+    let refuse = |text: String| RequestId::new(text).unwrap_err().to_string();
+    assert_eq!(refuse("r".repeat(10_240)), "request_id is 10240 bytes long, at most 1024 are allowed");
+    assert_eq!(refuse(String::new()), "request_id is empty");
+    assert_eq!(refuse("a\nb".to_owned()), "request_id holds the control character U+000A at byte 1");
+}
+
+#[test]
+fn engines_that_do_not_fit_are_refused_with_every_field_that_differs() {
+    let mut world = pair();
+    // Nobody can tell it that its offer is of no use, so that its lease ends by time.
+    let brief = Config { lease_ttl_ms: 500, lease_renewal_ms: 500, ..config("other") };
+    let other = world.add(Shape {
+        model: "another toy",
+        layers: 3,
+        ranks: 2,
+        heads: 4,
+        config: brief,
+        ..Shape::named("other")
+    });
+    let offer = world.prefill(other, "r", 11, &[7, 3, 4]);
+    world.begin_load(D, "r", &offer, &[2, 9, 1]);
+    refuse_load(
+        &mut world,
+        "r",
+        LoadFailure::Incompatible,
+        &[
+            "model: ours toy, theirs another toy",
+            "ranks: ours 1, theirs 2",
+            "regions: ours 2, theirs 3",
+            "region_shapes: ours key_value 2 heads x 4 f16 = 64 bytes a block, theirs key_value 4 heads x 4 f16 \
+             = 128 bytes a block",
+            "layers_sha256: ours ",
+        ],
+    );
+    let refused = world[other].sched.stats().handshakes.refused;
+    assert_eq!(refused.keys().collect::<Vec<_>>(), [&RefusalCode::Incompatible]);
+    world.hand_over(P, D, "next");
+}
+
+/// What a frame of any version begins with.
+#[derive(Serialize)]
+struct Outer {
+    service: &'static str,
+    version: u32,
+    body: Vec<u8>,
+}
+
+/// Answers every query with the same bytes.
+struct FakeListener {
+    port: u16,
+    over: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl FakeListener {
+    fn start(answer: Vec<u8>) -> Self {
+        let router = zmq::Context::new().socket(zmq::ROUTER).unwrap();
+        router.set_linger(0).unwrap();
+        router.bind("tcp://127.0.0.1:*").unwrap();
+        let bound = router.get_last_endpoint().unwrap().unwrap();
+        let port = bound.rsplit(':').next().unwrap().parse().unwrap();
+        let over = Arc::new(AtomicBool::new(false));
+        let ends = over.clone();
+        let thread = std::thread::spawn(move || {
+            while !ends.load(Ordering::SeqCst) {
+                if router.poll(zmq::POLLIN, 20).unwrap() > 0 {
+                    let parts = router.recv_multipart(0).unwrap();
+                    // The asker may have left.
+                    let _ = router.send_multipart([&parts[0], &answer], 0);
+                }
+            }
+        });
+        Self { port, over, thread: Some(thread) }
+    }
+}
+
+impl Drop for FakeListener {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::SeqCst);
+        let _ = self.thread.take().unwrap().join();
+    }
+}
+
+fn outer(service: &'static str, version: u32) -> Vec<u8> {
+    rmp_serde::to_vec_named(&Outer { service, version, body: vec![0xc1; 40] }).unwrap()
+}
+
+#[test]
+fn a_producer_that_answers_nonsense_costs_only_its_own_load() {
+    let mut world = pair();
+    let cases: [(Vec<u8>, LoadFailure, &str); 5] = [
+        (outer("kv-connector", 99), LoadFailure::Incompatible, "protocol version: ours 1, theirs 99"),
+        (
+            outer("printer", 1),
+            LoadFailure::HandshakeMalformed,
+            "this is service \"printer\", not \"kv-connector\"",
+        ),
+        (outer("kv-connector", 1), LoadFailure::HandshakeMalformed, "handshake answer cannot be decoded"),
+        (vec![0xc1; 100], LoadFailure::HandshakeMalformed, "handshake cannot be decoded"),
+        (Vec::new(), LoadFailure::HandshakeMalformed, "handshake cannot be decoded"),
+    ];
+    for (i, (answer, reason, words)) in cases.into_iter().enumerate() {
+        let fake = FakeListener::start(answer);
+        let name = format!("r-{i}");
+        let offer = world.prefill(P, &name, 11, &[7, 3, 4]);
+        let forged = offer.forged(|p| p["remote_port"] = json!(fake.port));
+        world.begin_load(D, &name, &forged, &[2, 9, 1]);
+        let shown = format!("tcp://127.0.0.1:{}", fake.port);
+        refuse_load(&mut world, &name, reason, &[words, &shown]);
+        world.begin_load(D, &format!("{name} again"), &offer, &[2, 9, 1]);
+        world.expect_loaded(D, &format!("{name} again"));
+        world.expect_moved(P, &[7, 3, 4], D, &[2, 9, 1]);
+        world[D].assert_memory();
+        world.released(P, offer.hold);
+    }
+    world.hand_over(P, D, "next");
+}
+
+fn ask(port: u16, frames: &[&[u8]]) -> Option<Vec<u8>> {
+    let dealer = zmq::Context::new().socket(zmq::DEALER).unwrap();
+    dealer.set_linger(0).unwrap();
+    dealer.set_rcvtimeo(SOON.as_millis() as i32).unwrap();
+    dealer.connect(&format!("tcp://127.0.0.1:{port}")).unwrap();
+    dealer.send_multipart(frames, 0).unwrap();
+    dealer.recv_bytes(0).ok()
+}
+
+/// Sends bytes as they are, and waits until the other side has let go of the connection or a while has passed.
+fn throw(port: u16, bytes: &[u8]) -> TcpStream {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    // The other side may have seen enough before all of it was sent.
+    let _ = stream.write_all(bytes);
+    stream
+}
+
+#[test]
+fn garbage_on_the_handshake_port_does_not_disturb_a_hand_over() {
+    let mut world = World::of([Shape::slow("p"), Shape { valve: false, ..Shape::slow("d") }]);
+    world[P].valves[0].allow(50_000);
+    let offer = world.prefill(P, "r", 11, &[7, 3, 4]);
+    world.begin_load(D, "r", &offer, &[2, 9, 1]);
+    world.until("the read is under way", SOON, |w| w[P].valves[0].is_stuck());
+
+    let port = world[P].sched.handshake_port();
+    let greeting = [&[0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0][..], b"NULL", &[0; 48]].concat();
+    let ready = [&[4, 25, 5][..], b"READY\x0bSocket-Type\0\0\0\x06DEALER"].concat();
+    let huge = [&[2][..], &(1u64 << 62).to_be_bytes(), &[0; 100]].concat();
+    let open = [
+        throw(port, b"GET / HTTP/1.1\r\n\r\n"),
+        throw(port, &[0; 4096]),
+        throw(port, &greeting[..7]),
+        throw(port, &greeting),
+        throw(port, &[&greeting[..], &[0xff; 1000]].concat()),
+        throw(port, &[&greeting[..], &ready, &huge].concat()),
+    ];
+
+    let layout = world[D].layout.clone();
+    let topology = Topology { ranks: 1 };
+    let fingerprint = Fingerprint::of("toy", &layout, topology);
+    let query = Query {
+        engine: EngineId::new("d").unwrap(),
+        incarnation: Incarnation::from_random(5),
+        rank: Rank(0),
+        topology,
+        wanted: EngineId::new("p").unwrap(),
+    };
+    let whole = query.encode(&fingerprint).unwrap();
+    let far = Query { rank: Rank(3), ..query.clone() }.encode(&fingerprint).unwrap();
+    let life = world[P].identity.incarnation;
+    let refused = |frames: &[&[u8]]| {
+        let bytes = ask(port, frames).expect("no answer");
+        match Answer::decode(&bytes, &fingerprint, &query.wanted, life) {
+            Err(error) => error.to_string(),
+            Ok(card) => panic!("accepted: {card:?}"),
+        }
+    };
+    assert!(
+        ask(port, &[&whole]).is_some_and(|b| Answer::decode(&b, &fingerprint, &query.wanted, life).is_ok())
+    );
+    assert!(refused(&[b"garbage"]).contains("refused (Malformed): handshake cannot be decoded"));
+    assert!(
+        refused(&[&whole[..whole.len() / 2]]).contains("refused (Malformed): handshake cannot be decoded")
+    );
+    assert!(
+        refused(&[&whole, b""]).contains("a query is 1 frame, this one has"),
+        "{}",
+        refused(&[&whole, b""])
+    );
+    assert!(refused(&[&far]).contains("rank-3 asks, but its engine has 1 ranks"), "{}", refused(&[&far]));
+    let newer = outer("kv-connector", 99);
+    assert!(refused(&[&newer]).contains("protocol version: producer 1, consumer 99"));
+    // Too long to be read at all.
+    let oversized = zmq::Context::new().socket(zmq::DEALER).unwrap();
+    oversized.set_linger(0).unwrap();
+    oversized.connect(&format!("tcp://127.0.0.1:{port}")).unwrap();
+    oversized.send(vec![0; 8 << 20], 0).unwrap();
+
+    world[P].valves[0].allow_all();
+    world.expect_loaded(D, "r");
+    world.expect_moved(P, &[7, 3, 4], D, &[2, 9, 1]);
+    world[D].assert_memory();
+    world.released(P, offer.hold);
+    let handshakes = world[P].sched.stats().handshakes;
+    assert!(handshakes.refused[&RefusalCode::Malformed] >= 4, "{handshakes:?}");
+    assert!(handshakes.refused[&RefusalCode::Version] >= 1, "{handshakes:?}");
+    // A newcomer is served while the strangers are still connected.
+    let newcomer = world.add(Shape { valve: false, ..Shape::slow("d-2") });
+    world.hand_over(P, newcomer, "newcomer");
+    drop(open);
+    world.finish(D, "r");
+    world.hand_over(P, D, "next");
+}
+
+#[test]
+fn garbage_on_a_workers_port_does_not_disturb_a_hand_over() {
+    let mut world = World::of([Shape::slow("p"), Shape { valve: false, ..Shape::slow("d") }]);
+    world[P].valves[0].allow(50_000);
+    let offer = world.prefill(P, "r", 11, &[7, 3, 4]);
+    world.begin_load(D, "r", &offer, &[2, 9, 1]);
+    world.until("the read is under way", SOON, |w| w[P].valves[0].is_stuck());
+
+    let (port, nonce) = world[P].listening[0];
+    let preface = {
+        let mut preface = b"kvTCP\r\n\x1a\x01\0\0\0".to_vec();
+        for granted in [4u32, 1 << 16, 16] {
+            preface.extend_from_slice(&granted.to_le_bytes());
+        }
+        preface.extend_from_slice(&[0; 8]);
+        preface.extend_from_slice(&[9; 16]);
+        preface.extend_from_slice(&nonce);
+        preface
+    };
+    assert_eq!(preface.len(), 64);
+    let frame = |kind: u8, len: u32, body: &[u8]| {
+        [&preface[..], &[kind, 0, 0, 0], &len.to_le_bytes(), &[0; 8], body].concat()
+    };
+    let mut version = preface.clone();
+    version[8] = 2;
+    let mut stranger = preface.clone();
+    stranger[48..].fill(0xee);
+    let open = [
+        throw(port, b"GET / HTTP/1.1\r\n\r\n"),
+        throw(port, &[0; 4096]),
+        throw(port, &preface[..40]),
+        throw(port, &version),
+        throw(port, &stranger),
+        // A message of 4 GiB, one that is never whole, an unknown kind, data that nobody asked for.
+        throw(port, &frame(4, u32::MAX, &[0; 64])),
+        throw(port, &frame(4, 100, &[0; 10])),
+        throw(port, &frame(200, 0, &[])),
+        throw(port, &frame(2, 64, &[7; 64])),
+        // A read of a region that there is not, of 2^64 bytes.
+        throw(port, &frame(1, 36, &[0xff; 36])),
+        throw(port, &frame(1, 23, &[0xff; 23])),
+        // A whole message that says nothing.
+        throw(port, &frame(4, 5, b"hello")),
+    ];
+    // And one that speaks the transport's language, but not the workers'.
+    let transport = TcpTransport::bind(TcpConfig::default()).unwrap();
+    let address = [&b"ka\x01"[..], &port.to_le_bytes(), &nonce, &[9], b"127.0.0.1"].concat();
+    let address = Address::from_bytes(address).unwrap();
+    for message in [&b""[..], b"garbage", &[0xdf, 0xff, 0xff, 0xff, 0xff], &[0x91; 10_000]] {
+        let peer = transport.connect(&address, SOON).unwrap();
+        transport.send(peer, message.to_vec()).unwrap();
+    }
+    world.until("those who can be heard are shown out", SOON, |w| {
+        w[P].workers[0].stats().readers.expelled >= 4
+    });
+
+    world[P].valves[0].allow_all();
+    world.expect_loaded(D, "r");
+    world.expect_moved(P, &[7, 3, 4], D, &[2, 9, 1]);
+    world[D].assert_memory();
+    world[P].assert_memory();
+    world.released(P, offer.hold);
+    let newcomer = world.add(Shape { valve: false, ..Shape::slow("d-2") });
+    world.hand_over(P, newcomer, "newcomer");
+    drop(open);
+    world.finish(D, "r");
+    world.hand_over(P, D, "next");
+}
+
+#[test]
+fn plans_and_reports_that_are_none_are_refused_and_change_nothing() {
+    let mut world = pair();
+    for garbage in [&b""[..], b"garbage", &[0xdd, 0xff, 0xff, 0xff, 0xff], &[0x91; 10_000]] {
+        let error = world[D].workers[0].begin_step(garbage).unwrap_err().to_string();
+        assert!(error.starts_with("plan cannot be decoded: "), "{error}");
+        let error = world[D].sched.take_report(garbage).unwrap_err().to_string();
+        assert!(error.starts_with("report cannot be decoded: "), "{error}");
+    }
+    let far = kv_connector::proto::Report::new(Rank(7)).encode().unwrap();
+    let error = world[D].sched.take_report(&far).unwrap_err().to_string();
+    assert_eq!(error, "a report from rank-7, but the engine has 1 ranks");
+    world.hand_over(P, D, "next");
+}
+
+fn start_error(config: Config) -> String {
+    match Engine::start(Shape { config, ..Shape::named("x") }, 1, &Arc::<Signal>::default()) {
+        Ok(_) => panic!("it started"),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn a_handshake_port_in_use_is_named() {
+    let mut world = pair();
+    let port = world[P].sched.handshake_port();
+    let error = start_error(Config { handshake_port: port, ..config("x") });
+    assert!(error.contains(&format!("port {port} is in use")), "{error}");
+    assert!(error.contains(&format!("tcp://127.0.0.1:{port}")), "{error}");
+    world.hand_over(P, D, "next");
+}
+
+#[test]
+fn hosts_that_are_none_are_named_at_start() {
+    let nowhere = || "no-such-host.invalid".to_owned();
+    let error = start_error(Config { transport_host: nowhere(), ..config("x") });
+    assert!(error.contains("transport_host") && error.contains("no-such-host.invalid"), "{error}");
+    let error = start_error(Config { handshake_host: nowhere(), ..config("x") });
+    assert!(error.contains("no-such-host.invalid") && error.contains("does not resolve"), "{error}");
+    // An address of some other machine.
+    let error = start_error(Config { transport_host: "192.0.2.1".to_owned(), ..config("x") });
+    assert!(error.contains("192.0.2.1"), "{error}");
+    let error = start_error(Config { transport_host: "0.0.0.0".to_owned(), ..config("x") });
+    assert!(error.contains("transport_host is the wildcard \"0.0.0.0\""), "{error}");
+    let error = start_error(Config { transport: "pigeon".to_owned(), ..config("x") });
+    assert_eq!(error, "transport is \"pigeon\"; this build has [\"tcp\"]");
+}
+
+#[test]
+fn a_configuration_with_keys_that_do_not_exist_is_refused() {
+    let error = Config::from_json(r#"{"engine_id": "p", "lease_ttl": 5}"#).unwrap_err().to_string();
+    assert!(error.contains("unknown field `lease_ttl`, expected one of `engine_id`, "), "{error}");
+    let variables = [("KV_CONNECTOR_LEASE_TTL".to_owned(), "5".to_owned())];
+    let error = Config::from_variables(variables).unwrap_err().to_string();
+    assert!(error.contains("KV_CONNECTOR_LEASE_TTL names no field"), "{error}");
+    assert!(error.contains("KV_CONNECTOR_LEASE_TTL_MS"), "{error}");
+}
+
+#[test]
+fn a_request_without_parameters_of_ours_is_left_alone() {
+    let mut world = pair();
+    for params in [None, Some(json!(null)), Some(json!({})), Some(json!({ "do_remote_prefill": false }))] {
+        let role = world[D].sched.request_arrived(&request("plain"), &[1, 2], params.as_ref()).unwrap();
+        assert_eq!(role, Role::Plain);
+        assert_eq!(world[D].sched.remote_tokens(&request("plain"), 0), 0);
+        world[D].sched.blocks_allocated(&request("plain"), 0, 0, &[list(&[1])]).unwrap();
+        world.finish(D, "plain");
+    }
+    assert!(!world[D].sched.has_plan());
+}
