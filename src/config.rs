@@ -186,7 +186,8 @@ pub const TRANSPORTS: &[&str] = &["tcp"];
 const DAY_MS: u64 = 86_400_000;
 
 fn is_wildcard(host: &str) -> bool {
-    matches!(host, "0.0.0.0" | "::" | "[::]" | "*")
+    let plain = host.trim_start_matches('[').trim_end_matches(']');
+    plain == "*" || plain.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_unspecified())
 }
 
 impl Config {
@@ -209,7 +210,17 @@ impl Config {
 
     /// Takes `KV_CONNECTOR_*` out of the process's environment, over the defaults.
     pub fn from_env() -> Result<Self, ConfigError> {
-        Self::from_variables(std::env::vars())
+        let mut ours = Vec::new();
+        for (name, value) in std::env::vars_os() {
+            // Names and values of others need not be Unicode, and are none of our business.
+            let Some(name) = name.to_str().filter(|name| name.starts_with(ENV_PREFIX)) else { continue };
+            let Some(value) = value.to_str() else {
+                let value = value.to_string_lossy().into_owned();
+                return Err(ConfigError::Variable { name: name.to_owned(), value, expected: "Unicode" });
+            };
+            ours.push((name.to_owned(), value.to_owned()));
+        }
+        Self::from_variables(ours)
     }
 
     /// As [`Config::from_env`], from any list of variables; those without our prefix are passed over.
@@ -389,6 +400,14 @@ mod tests {
             wrong,
             "environment variable KV_CONNECTOR_LEASE_TTL_MS is \"soon\", which is not a whole number"
         );
+    }
+
+    #[test]
+    fn a_wildcard_is_one_however_it_is_written() {
+        for host in ["0.0.0.0", "::", "[::]", "::0", "0:0:0:0:0:0:0:0", "*"] {
+            let config = Config { transport_host: host.into(), ..Config::default() };
+            assert!(matches!(config.check(), Err(ConfigError::Wildcard { .. })), "{host}");
+        }
     }
 
     #[test]

@@ -42,13 +42,13 @@ pub enum ConnectorError {
     #[error(transparent)]
     Worker(#[from] kv_worker::WorkerError),
     // The fabric failed.
-    /// The handshake listener could not be started.
+    /// The handshake listener could not be started; `handshake_host` and `handshake_port` say where it listens.
     #[cfg(feature = "scheduler")]
-    #[error(transparent)]
+    #[error("handshake_host and handshake_port: {0}")]
     Listen(#[from] kv_handshake::ListenError),
-    /// The transport could not be started.
+    /// The transport could not be started; `transport_host` and `transport_advertise_host` say where it listens.
     #[cfg(feature = "worker")]
-    #[error(transparent)]
+    #[error("transport_host and transport_advertise_host: {0}")]
     Transport(#[from] kv_transport::TransportError),
     /// The system's random source failed.
     #[error("the system's random source failed: {reason}")]

@@ -11,14 +11,21 @@ pub mod worker;
 pub use config::{Config, ConfigError};
 pub use error::ConnectorError;
 pub use identity::EngineIdentity;
+#[cfg(feature = "scheduler")]
+pub use kv_handshake::{ListenError, ListenerStats};
 pub use kv_proto as proto;
 pub use kv_proto::{BlockId, BlockLayout, BlockList, Rank, RequestId};
 #[cfg(feature = "scheduler")]
 pub use kv_recovery as recovery;
 #[cfg(feature = "scheduler")]
-pub use kv_sched::{HoldId, LoadResult, RequestEnd, Role, SchedEvent, Verdict};
+pub use kv_sched::{
+    ConsumerStats, HoldId, LoadResult, ProducerStats, RequestEnd, Role, SchedConfigError, SchedError,
+    SchedEvent, Verdict,
+};
 #[cfg(feature = "worker")]
 pub use kv_transport as transport;
+#[cfg(feature = "worker")]
+pub use kv_worker::{WorkerError, WorkerStats};
 #[cfg(feature = "scheduler")]
 pub use scheduler::{Finished, SchedulerConnector, SchedulerStats};
 #[cfg(feature = "worker")]

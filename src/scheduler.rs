@@ -91,7 +91,6 @@ impl SchedulerConnector {
             load_limit: ms(config.load_limit_ms),
             report_grace: ms(config.report_grace_ms),
         })?;
-        listener.set_available(true);
         Ok(Self { scheduler, listener, started: Instant::now() })
     }
 
@@ -148,7 +147,16 @@ impl SchedulerConnector {
     pub fn plan_step(&mut self) -> Result<Option<Vec<u8>>, ConnectorError> {
         let now = self.now();
         let plan = self.scheduler.plan_step(now);
-        if plan.is_empty() { Ok(None) } else { Ok(Some(plan.encode()?)) }
+        if plan.is_empty() {
+            return Ok(None);
+        }
+        match plan.encode() {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) => {
+                self.scheduler.put_back(plan);
+                Err(error.into())
+            }
+        }
     }
 
     /// Whether a plan waits, so that an idle engine should make a step.

@@ -123,7 +123,14 @@ impl WorkerConnector {
     /// What ended since the last call, as bytes for [`crate::SchedulerConnector::take_report`]; `None` if nothing
     /// did.
     pub fn report(&self) -> Result<Option<Vec<u8>>, ConnectorError> {
-        Ok(self.worker.take_report().map(|report| report.encode()).transpose()?)
+        let Some(report) = self.worker.take_report() else { return Ok(None) };
+        match report.encode() {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) => {
+                self.worker.put_back(report);
+                Err(error.into())
+            }
+        }
     }
 
     /// Counters, as of a moment ago.
@@ -159,7 +166,8 @@ pub fn open_transport(config: &Config) -> Result<Arc<dyn Transport>, ConnectorEr
             let told = &config.transport_advertise_host;
             let tcp = TcpConfig {
                 bind: resolve(&config.transport_host)?,
-                advertise: (!told.is_empty()).then(|| told.clone()),
+                advertise: (!told.is_empty())
+                    .then(|| told.trim_start_matches('[').trim_end_matches(']').to_owned()),
                 ..TcpConfig::default()
             };
             Ok(Arc::new(TcpTransport::bind(tcp)?))

@@ -36,6 +36,7 @@ fn refuse_load(world: &mut World, name: &str, reason: LoadFailure, words: &[&str
 
 type Forgery = (&'static str, fn(&mut Value), &'static str);
 
+// H-3, R081, R109
 #[test]
 fn parameters_that_cannot_be_are_refused_by_field_and_value() {
     let forgeries: &[Forgery] = &[
@@ -269,6 +270,7 @@ fn keys_that_nobody_knows_do_no_harm() {
     world[D].assert_memory();
 }
 
+// H-5, R038
 #[test]
 fn another_engine_at_a_right_address_is_the_wrong_peer() {
     let mut world = pair();
@@ -296,6 +298,7 @@ fn another_engine_at_a_right_address_is_the_wrong_peer() {
     world.hand_over(P, D, "next");
 }
 
+// H-20
 #[test]
 fn a_right_engine_at_a_wrong_address_cannot_be_reached_within_the_limit() {
     // One that refuses, one that takes connections and is silent, one that speaks something else, and no host.
@@ -333,6 +336,7 @@ fn a_right_engine_at_a_wrong_address_cannot_be_reached_within_the_limit() {
     world.hand_over(P, D, "next");
 }
 
+// H-3
 #[test]
 fn blocks_that_a_pool_does_not_have_fail_with_both_values() {
     let mut world = pair();
@@ -365,6 +369,7 @@ fn blocks_that_a_pool_does_not_have_fail_with_both_values() {
     world.hand_over(P, D, "next");
 }
 
+// H-18
 #[test]
 fn blocks_of_somebody_else_are_never_confirmed() {
     let brief = Config { lease_ttl_ms: 3_000, lease_renewal_ms: 3_000, ..config("p") };
@@ -392,6 +397,7 @@ fn blocks_of_somebody_else_are_never_confirmed() {
     world.hand_over(P, D, "next");
 }
 
+// H-3
 #[test]
 fn an_offer_of_more_blocks_than_the_layout_has_is_refused() {
     let mut world = pair();
@@ -429,6 +435,7 @@ fn refuse_arrival(world: &mut World, tokens: u32, change: impl FnOnce(&mut commo
     world.nothing_held();
 }
 
+// H-3, H-22
 #[test]
 fn an_offer_that_does_not_fit_the_request_is_refused_and_given_back() {
     let mut world = pair();
@@ -467,6 +474,7 @@ fn an_offer_that_does_not_fit_the_request_is_refused_and_given_back() {
     world.hand_over(P, D, "next");
 }
 
+// H-22
 #[test]
 fn a_request_id_that_is_here_already_is_refused_and_the_first_goes_on() {
     let mut world = pair();
@@ -514,6 +522,7 @@ fn any_text_is_a_request_id_unless_it_is_too_long_empty_or_has_control_character
     assert_eq!(refuse("a\nb".to_owned()), "request_id holds the control character U+000A at byte 1");
 }
 
+// H-4, R045
 #[test]
 fn engines_that_do_not_fit_are_refused_with_every_field_that_differs() {
     let mut world = pair();
@@ -595,6 +604,7 @@ fn outer(service: &'static str, version: u32) -> Vec<u8> {
     rmp_serde::to_vec_named(&Outer { service, version, body: vec![0xc1; 40] }).unwrap()
 }
 
+// R044
 #[test]
 fn a_producer_that_answers_nonsense_costs_only_its_own_load() {
     let mut world = pair();
@@ -643,6 +653,7 @@ fn throw(port: u16, bytes: &[u8]) -> TcpStream {
     stream
 }
 
+// H-5, R104
 #[test]
 fn garbage_on_the_handshake_port_does_not_disturb_a_hand_over() {
     let mut world = World::of([Shape::slow("p"), Shape { valve: false, ..Shape::slow("d") }]);
@@ -721,6 +732,7 @@ fn garbage_on_the_handshake_port_does_not_disturb_a_hand_over() {
     world.hand_over(P, D, "next");
 }
 
+// H-24, R104
 #[test]
 fn garbage_on_a_workers_port_does_not_disturb_a_hand_over() {
     let mut world = World::of([Shape::slow("p"), Shape { valve: false, ..Shape::slow("d") }]);
@@ -812,6 +824,7 @@ fn start_error(config: Config) -> String {
     }
 }
 
+// R039
 #[test]
 fn a_handshake_port_in_use_is_named() {
     let mut world = pair();
@@ -822,6 +835,7 @@ fn a_handshake_port_in_use_is_named() {
     world.hand_over(P, D, "next");
 }
 
+// R038, R105
 #[test]
 fn hosts_that_are_none_are_named_at_start() {
     let nowhere = || "no-such-host.invalid".to_owned();

@@ -46,6 +46,7 @@ fn caught_in_the_middle(world: &mut World) -> Offer {
     offer
 }
 
+// H-1, H-5, R034
 #[test]
 fn a_producer_that_dies_while_it_is_read_fails_the_load_and_its_next_life_serves() {
     // A peer that failed is asked again at once, so that the answer to old parameters is not the old failure.
@@ -88,6 +89,7 @@ fn a_producer_that_dies_while_it_is_read_fails_the_load_and_its_next_life_serves
     world.hand_over(P, D, "next");
 }
 
+// H-19, H-20, R012, R036, R086
 #[test]
 fn a_producer_that_falls_silent_while_it_is_read_fails_the_load_within_its_limits() {
     let mut world = slow_pair();
@@ -110,6 +112,7 @@ fn a_producer_that_falls_silent_while_it_is_read_fails_the_load_within_its_limit
     world[D].assert_memory();
 }
 
+// H-18, H-20
 #[test]
 fn a_producer_that_dies_before_it_has_confirmed_fails_the_load_although_every_byte_is_here() {
     let mut world =
@@ -133,6 +136,7 @@ fn a_producer_that_dies_before_it_has_confirmed_fails_the_load_although_every_by
     world.hand_over(P, D, "next");
 }
 
+// H-17
 #[test]
 fn a_rank_that_dies_fails_the_load_and_its_leases_are_reported() {
     let brief = Config { lease_ttl_ms: 500, lease_renewal_ms: 500, lease_max_ms: 1_000, ..config("p") };
@@ -156,6 +160,7 @@ fn a_rank_that_dies_fails_the_load_and_its_leases_are_reported() {
     assert_eq!(world[D].sched.stats().holds, 0);
 }
 
+// H-20, R035, R036, R043, R078
 #[test]
 fn a_producer_that_never_answers_delays_nobody_else() {
     let hole = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -193,6 +198,7 @@ fn a_producer_that_never_answers_delays_nobody_else() {
     world.nothing_held();
 }
 
+// H-12, R011, R031
 #[test]
 fn a_consumer_that_dies_costs_its_producer_a_lease_and_no_more() {
     let brief = Config { lease_ttl_ms: 700, lease_renewal_ms: 700, ..config("p") };
@@ -213,6 +219,7 @@ fn a_consumer_that_dies_costs_its_producer_a_lease_and_no_more() {
     world.hand_over(P, D, "next");
 }
 
+// R107, R108
 #[test]
 fn a_worker_shuts_down_within_its_limit_with_reads_in_flight() {
     for who in [D, P] {
@@ -240,6 +247,7 @@ fn a_worker_shuts_down_within_its_limit_with_reads_in_flight() {
     }
 }
 
+// R108
 #[test]
 fn dropping_engines_in_the_middle_of_everything_ends_soon() {
     let mut world = slow_pair();
@@ -251,6 +259,7 @@ fn dropping_engines_in_the_middle_of_everything_ends_soon() {
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
 }
 
+// H-20, R012
 #[test]
 fn workers_that_say_nothing_do_not_keep_a_request_waiting() {
     let strict = Config {

@@ -30,6 +30,7 @@ fn released_blocks(world: &World, engine: usize, hold: HoldId) -> Vec<BlockList>
     found.unwrap()
 }
 
+// H-11, R110
 #[test]
 fn exactly_the_bytes_of_the_prompt_arrive_in_exactly_the_right_blocks() {
     let mut world = pair();
@@ -52,6 +53,7 @@ fn exactly_the_bytes_of_the_prompt_arrive_in_exactly_the_right_blocks() {
     assert_eq!(world[P].sched.stats().handshakes.accepted, 1);
 }
 
+// H-17, R006, R041
 #[test]
 fn each_rank_reads_from_its_like_and_blocks_are_free_when_both_have_read() {
     let mut world = World::of([two_ranks("p"), Shape { blocks: 17, gap: 0, ..two_ranks("d") }]);
@@ -63,6 +65,7 @@ fn each_rank_reads_from_its_like_and_blocks_are_free_when_both_have_read() {
     }
 }
 
+// H-11
 #[test]
 fn of_a_prompt_whose_beginning_is_here_only_the_rest_is_pulled_to_its_position() {
     for k in 1..4 {
@@ -79,6 +82,7 @@ fn of_a_prompt_whose_beginning_is_here_only_the_rest_is_pulled_to_its_position()
     }
 }
 
+// H-7, R004
 #[test]
 fn a_prompt_shorter_than_a_block_is_one_block() {
     let mut world = pair();
@@ -90,6 +94,7 @@ fn a_prompt_shorter_than_a_block_is_one_block() {
     world.released(P, offer.hold);
 }
 
+// H-11
 #[test]
 fn scattered_blocks_in_any_order_find_their_partners() {
     let mut world = pair();
@@ -123,6 +128,7 @@ fn a_thousand_blocks_arrive() {
     world.released(P, offer.hold);
 }
 
+// H-2, R078, R080
 #[test]
 fn three_consumers_read_from_one_producer_at_once() {
     let mut world = World::of(["p", "d-1", "d-2", "d-3"].map(Shape::named));
@@ -140,6 +146,7 @@ fn three_consumers_read_from_one_producer_at_once() {
     assert_eq!(world[P].sched.stats().producer.confirmed, 3);
 }
 
+// H-2, R080
 #[test]
 fn one_consumer_reads_from_three_producers_at_once() {
     let mut world = World::of(["d", "p-1", "p-2", "p-3"].map(Shape::named));
@@ -158,6 +165,7 @@ fn one_consumer_reads_from_three_producers_at_once() {
     world[d].assert_memory();
 }
 
+// H-22
 #[test]
 fn a_prompt_that_is_here_already_gives_its_lease_back() {
     let mut world = pair();
@@ -173,6 +181,7 @@ fn a_prompt_that_is_here_already_gives_its_lease_back() {
     world.nothing_held();
 }
 
+// H-22, R010
 #[test]
 fn a_request_aborted_while_it_is_queued_gives_its_lease_back() {
     let mut world = pair();
@@ -186,6 +195,7 @@ fn a_request_aborted_while_it_is_queued_gives_its_lease_back() {
     world.hand_over(P, D, "next");
 }
 
+// H-19, H-22, R009
 #[test]
 fn a_request_aborted_while_it_loads_keeps_its_blocks_until_they_are_quiet() {
     let mut world = World::of([Shape::slow("p"), Shape { valve: false, ..Shape::slow("d") }]);
@@ -214,6 +224,7 @@ fn a_request_aborted_while_it_loads_keeps_its_blocks_until_they_are_quiet() {
     world[D].assert_memory();
 }
 
+// H-19, R009
 #[test]
 fn an_abort_at_any_moment_frees_both_sides() {
     let mut world = pair();
@@ -238,6 +249,7 @@ fn an_abort_at_any_moment_frees_both_sides() {
     world.hand_over(P, D, "next");
 }
 
+// H-12, H-17, R003, R008
 #[test]
 fn a_lease_that_nobody_asks_for_expires_and_its_blocks_come_back() {
     let mut world = World::of([Shape { config: short_lease("p", 300), ..two_ranks("p") }]);
@@ -250,6 +262,7 @@ fn a_lease_that_nobody_asks_for_expires_and_its_blocks_come_back() {
     world.nothing_held();
 }
 
+// H-13, R002
 #[test]
 fn renewal_keeps_the_lease_of_a_queued_request_alive_for_many_times_its_life() {
     let ttl = Duration::from_millis(500);
@@ -272,6 +285,7 @@ fn renewal_keeps_the_lease_of_a_queued_request_alive_for_many_times_its_life() {
     assert_eq!(world[P].sched.stats().producer.confirmed, 1);
 }
 
+// H-14, H-18, R082
 #[test]
 fn what_is_offered_twice_is_confirmed_once() {
     let mut world = pair();
@@ -294,6 +308,7 @@ fn what_is_offered_twice_is_confirmed_once() {
     world.hand_over(P, D, "next");
 }
 
+// H-18
 #[test]
 fn blocks_that_were_freed_before_they_were_read_are_never_confirmed() {
     let mut world = World::of([
@@ -311,6 +326,7 @@ fn blocks_that_were_freed_before_they_were_read_are_never_confirmed() {
     world.nothing_held();
 }
 
+// H-18, R029
 #[test]
 fn blocks_that_were_freed_while_they_were_read_are_never_confirmed() {
     let mut world = World::of([
@@ -338,6 +354,7 @@ fn blocks_that_were_freed_while_they_were_read_are_never_confirmed() {
     world.hand_over(P, D, "next");
 }
 
+// H-15, R092
 #[test]
 fn a_consumer_faster_than_its_producers_bookkeeping_is_confirmed_when_that_has_caught_up() {
     let mut world = World::of([two_ranks("p"), two_ranks("d")]);
@@ -362,6 +379,7 @@ fn a_consumer_faster_than_its_producers_bookkeeping_is_confirmed_when_that_has_c
     world.nothing_held();
 }
 
+// H-8
 #[test]
 fn a_plan_that_waits_for_a_busy_worker_comes_before_the_messages_that_came_after_it() {
     // The toy computes a prompt in no time at all: it is announced, granted and read within the same moment, often
@@ -392,6 +410,7 @@ fn a_plan_that_waits_for_a_busy_worker_comes_before_the_messages_that_came_after
     assert_eq!(world[P].sched.stats().producer.confirmed, 100);
 }
 
+// H-15, R022
 #[test]
 fn a_request_that_hands_nothing_over_answers_an_early_reader_at_once() {
     let mut world = pair();

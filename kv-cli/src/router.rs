@@ -49,7 +49,11 @@ struct Routes {
 
 pub(crate) fn run(args: &RouteArgs) -> Result<(), Failure> {
     let routes = Routes {
-        client: reqwest::Client::new(),
+        client: reqwest::Client::builder()
+            .no_proxy()
+            .connect_timeout(std::time::Duration::from_secs(5))
+            .build()
+            .map_err(|e| Failure::new("make an HTTP client", e))?,
         prefill: format!("{}/v1/completions", args.prefill),
         decode: format!("{}/v1/completions", args.decode),
     };

@@ -40,7 +40,7 @@ pub(crate) struct ServeArgs {
     #[arg(long)]
     async_schedule: bool,
     /// What follows a failed load: recompute or fail.
-    #[arg(long, default_value = "recompute")]
+    #[arg(long, default_value = "recompute", value_parser = parse_policy)]
     policy: Policy,
     /// Without a connector: an engine that stands alone.
     #[arg(long)]
@@ -54,6 +54,15 @@ pub(crate) struct ServeArgs {
     /// Claim every read without doing it.
     #[arg(long, hide = true)]
     unmoved: bool,
+}
+
+/// The policies that this engine follows.
+fn parse_policy(name: &str) -> Result<Policy, String> {
+    match name.parse() {
+        Ok(policy @ (Policy::Recompute | Policy::Fail)) => Ok(policy),
+        Ok(policy) => Err(format!("{} is not supported yet; recompute and fail are", policy.name())),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// The command that runs a worker of this very program.

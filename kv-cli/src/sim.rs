@@ -139,7 +139,8 @@ fn bar(worlds: u64) -> ProgressBar {
 }
 
 pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, Failure> {
-    let jobs = args.jobs.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from)).max(1);
+    let jobs =
+        args.jobs.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from)).max(1);
     let left_out = args
         .without
         .iter()
@@ -153,7 +154,9 @@ pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, Failure> {
     match args.canary.as_deref() {
         Some("all") => Ok(canaries(args, jobs, Canary::ALL)),
         Some(name) => match Canary::from_name(name) {
-            Some(canary) if args.trace => Ok(story(args, &left_out, Settings { canary: Some(canary), ..base })),
+            Some(canary) if args.trace => {
+                Ok(story(args, &left_out, Settings { canary: Some(canary), ..base }))
+            }
             Some(canary) => Ok(canaries(args, jobs, &[canary])),
             None => {
                 let known: Vec<&str> = Canary::ALL.iter().map(|canary| canary.name()).collect();
@@ -188,10 +191,14 @@ fn worlds(args: &SimArgs, jobs: usize, left_out: &[FaultKind], base: &Settings) 
     for (name, count) in &faults {
         table.add_row([(*name).to_owned(), count.to_string()]);
     }
-    say(args, &format!(
-        "{table}\n{} worlds, {} healed, {} violations; {} loads ended well, {} failed; {per_second:.0} worlds/s on {jobs} threads",
-        sum.worlds, sum.healed, sum.violations, sum.loaded, sum.failed
-    ), &object);
+    say(
+        args,
+        &format!(
+            "{table}\n{} worlds, {} healed, {} violations; {} loads ended well, {} failed; {per_second:.0} worlds/s on {jobs} threads",
+            sum.worlds, sum.healed, sum.violations, sum.loaded, sum.failed
+        ),
+        &object,
+    );
     match sum.broken {
         None => ExitCode::SUCCESS,
         Some(outcome) => {
@@ -230,7 +237,12 @@ fn shrink(outcome: Outcome, left_out: &[FaultKind], base: &Settings) {
         least = smaller;
     }
     if let Some(violation) = least.violations.first() {
-        eprintln!("\nseed {seed}, at {:.3} ms: {}: {}", violation.at_ms, violation.invariant.name(), violation.what);
+        eprintln!(
+            "\nseed {seed}, at {:.3} ms: {}: {}",
+            violation.at_ms,
+            violation.invariant.name(),
+            violation.what
+        );
     }
     eprintln!("faults left: {}", least.faults);
     let names: Vec<&str> = without.iter().map(|kind| kind.name()).collect();

@@ -32,6 +32,7 @@ fn a_query_that_fits_gets_the_card() {
     assert_eq!(read(&answer(&card(), true, &query_bytes()), &fingerprint()), Ok(card()));
 }
 
+// R111
 #[test]
 fn an_engine_that_is_not_available_says_so_with_its_name() {
     let (code, message) = refusal(&answer(&card(), false, &query_bytes()));
@@ -40,6 +41,7 @@ fn an_engine_that_is_not_available_says_so_with_its_name() {
     assert_eq!(refusal(&answer(&card(), false, b"garbage")).0, RefusalCode::Malformed);
 }
 
+// H-5
 #[test]
 fn another_engine_is_refused_with_both_names_also_when_its_model_differs() {
     let expected = "engine p-9 is wanted, but this is engine p-0 in life 0000000000001111";
@@ -55,6 +57,7 @@ fn another_engine_is_refused_with_both_names_also_when_its_model_differs() {
     assert_eq!((code, message.as_str()), (RefusalCode::WrongEngine, expected));
 }
 
+// H-4, R046
 #[test]
 fn another_fingerprint_is_refused_with_every_field_and_both_values() {
     let theirs = fingerprint().with("model", "model-b").with("draft", "small\n");
@@ -75,6 +78,7 @@ fn another_fingerprint_is_refused_with_every_field_and_both_values() {
     );
 }
 
+// H-4, R046
 #[test]
 fn one_long_value_does_not_hide_the_other_fields() {
     let theirs = fingerprint().with("a", "x".repeat(4096)).with("b", "1");
@@ -89,6 +93,7 @@ fn one_long_value_does_not_hide_the_other_fields() {
     assert!(message.ends_with("..."), "{message}");
 }
 
+// R006
 #[test]
 fn topologies_that_do_not_fit_are_refused_with_both_counts() {
     let expected = "the producer has 2 ranks and the consumer 4; only equal numbers are supported";
@@ -103,6 +108,7 @@ fn topologies_that_do_not_fit_are_refused_with_both_counts() {
     assert_eq!(refusal(&bytes).0, RefusalCode::Malformed);
 }
 
+// H-4
 #[test]
 fn another_version_is_refused_as_such_whatever_its_body_is() {
     for body in [&b""[..], b"\xc1", b"\x93\x01\x02\x03", &[0xff; 1000]] {
@@ -118,6 +124,7 @@ fn another_version_is_refused_as_such_whatever_its_body_is() {
     }
 }
 
+// R039
 #[test]
 fn what_cannot_be_read_is_refused_as_malformed() {
     let good = query_bytes();
@@ -134,6 +141,7 @@ fn what_cannot_be_read_is_refused_as_malformed() {
     assert_eq!(message, "this is service \"dns\\u{7}\", not \"kv-connector\"");
 }
 
+// H-5, R111
 #[test]
 fn a_card_without_workers_or_too_large_to_send_is_an_answer_too() {
     let mut empty = card();
@@ -145,6 +153,7 @@ fn a_card_without_workers_or_too_large_to_send_is_an_answer_too() {
     assert!(message.contains("longer than the 16777216 allowed"), "{message}");
 }
 
+// H-1, H-5
 #[test]
 fn another_life_of_the_engine_is_noticed_by_the_asker() {
     let bytes = answer(&card(), true, &query_bytes());

@@ -75,6 +75,7 @@ fn handshake(error: DialError) -> HandshakeError {
     }
 }
 
+// R042
 #[test]
 fn a_peer_is_reached_under_every_spelling_of_its_address() {
     let dialler = Dialler::new();
@@ -113,6 +114,7 @@ fn where_nothing_listens_the_error_comes_at_once_and_names_the_address() {
     }
 }
 
+// R036
 #[test]
 fn a_silent_peer_costs_the_limit_and_delays_nobody_else() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -139,6 +141,7 @@ fn a_silent_peer_costs_the_limit_and_delays_nobody_else() {
     assert!(matches!(error, DialError::NoAnswer { contact: Contact::Connected, .. }), "{error:?}");
 }
 
+// H-20
 #[test]
 fn the_limit_holds_over_connection_and_answer() {
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -167,6 +170,7 @@ fn the_limit_holds_over_connection_and_answer() {
     assert_eq!(Dialler::new().dial(&dial).unwrap(), card());
 }
 
+// R039
 #[test]
 fn services_that_are_not_zeromq_end_with_a_clear_error() {
     let curve: &[u8] = b"\xff\0\0\0\0\0\0\0\0\x7f\x03\0CURVE\0\0\0\0";
@@ -220,6 +224,7 @@ fn answers_that_make_no_sense_are_malformed_and_name_the_address() {
     }
 }
 
+// H-4
 #[test]
 fn another_version_is_told_as_such_not_as_a_decoding_error() {
     for body in [&b""[..], b"\xc1\xc1\xc1", &[0x9f; 5000]] {
@@ -230,6 +235,7 @@ fn another_version_is_told_as_such_not_as_a_decoding_error() {
     }
 }
 
+// H-5, R038
 #[test]
 fn the_wrong_engine_and_the_wrong_life_are_told_with_both_names() {
     let listener = listen();
@@ -260,6 +266,7 @@ fn the_wrong_engine_and_the_wrong_life_are_told_with_both_names() {
     );
 }
 
+// H-4
 #[test]
 fn engines_that_do_not_fit_are_told_with_the_fields() {
     let other = fingerprint().with("model", "model-b");

@@ -72,6 +72,7 @@ fn req_and_dealer_both_get_answers_in_their_own_form() {
     assert_eq!(listener.stats().accepted, 3);
 }
 
+// H-5, R089
 #[test]
 fn each_query_gets_exactly_one_answer_whatever_it_is() {
     let listener = listen();
@@ -105,6 +106,7 @@ fn each_query_gets_exactly_one_answer_whatever_it_is() {
     assert_eq!(stats.dropped_replies, 0);
 }
 
+// H-5
 #[test]
 fn tcp_peers_that_speak_something_else_stop_nobody() {
     let listener = listen();
@@ -141,6 +143,7 @@ fn tcp_peers_that_speak_something_else_stop_nobody() {
     drops_in_time(listener);
 }
 
+// H-5
 #[test]
 fn peers_that_ask_and_vanish_cost_nothing() {
     let listener = listen();
@@ -174,6 +177,7 @@ fn a_peer_that_never_greets_is_let_go() {
     assert!(peer.is_closed_within(Duration::from_secs(10)), "a silent connection is kept");
 }
 
+// R035
 #[test]
 fn answers_to_a_peer_that_does_not_read_are_dropped_and_others_are_served() {
     let card = card_with(2, &fingerprint(), &vec![7; 256 << 10]);
@@ -190,6 +194,7 @@ fn answers_to_a_peer_that_does_not_read_are_dropped_and_others_are_served() {
     drops_in_time(listener);
 }
 
+// H-5
 #[test]
 fn a_peer_that_asks_one_at_a_time_gets_every_answer_however_fast_it_asks() {
     let config = ListenerConfig { waiting_max: 1, ..ListenerConfig::default() };
@@ -212,6 +217,7 @@ fn a_peer_that_asks_one_at_a_time_gets_every_answer_however_fast_it_asks() {
     assert_eq!(listener.stats().dropped_replies, 0);
 }
 
+// R107
 #[test]
 fn a_draining_engine_refuses_and_can_come_back() {
     let listener = listen();
@@ -295,6 +301,7 @@ fn hosts_that_are_wrong_or_elsewhere_are_named() {
     }
 }
 
+// R030
 #[test]
 fn unsound_and_unsendable_cards_are_refused_at_the_start() {
     let mut short = card();
@@ -306,6 +313,7 @@ fn unsound_and_unsendable_cards_are_refused_at_the_start() {
     assert!(error.to_string().contains("longer than the 16777216 allowed"), "{error}");
 }
 
+// R040
 #[test]
 fn wildcards_and_names_can_be_bound() {
     for host in ["0.0.0.0", "localhost"] {

@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 use thiserror::Error;
 
 use crate::ids::Rank;
+use crate::params::GROUPS_MAX;
 
 /// Most regions one rank may describe: layers times regions per layer, with room to spare.
 pub const REGIONS_MAX: usize = 16_384;
@@ -200,6 +201,14 @@ pub enum LayoutError {
         /// Size of the memory; zero if there is none of that index.
         size: u64,
     },
+    /// Block groups that are not numbered from 0 without a gap, or too many.
+    #[error("layout: groups are {groups:?}; 0 to at most {last} without a gap are allowed")]
+    Groups {
+        /// The groups that regions name, shortened.
+        groups: Vec<u32>,
+        /// The highest that is allowed.
+        last: u32,
+    },
     /// Two regions of the same layer and kind.
     #[error("layout has two {kind} regions of layer {layer}")]
     Twice {
@@ -227,6 +236,12 @@ impl BlockLayout {
                 return Err(LayoutError::Twice { layer: region.layer.clone(), kind: region.kind });
             }
             self.check_region(region, memory_sizes)?;
+        }
+        let groups: std::collections::BTreeSet<u32> = self.regions.iter().map(|r| r.group).collect();
+        let without_gap = groups.iter().enumerate().all(|(index, group)| *group == index as u32);
+        if !without_gap || groups.len() > GROUPS_MAX {
+            let groups = groups.into_iter().take(8).collect();
+            return Err(LayoutError::Groups { groups, last: GROUPS_MAX as u32 - 1 });
         }
         Ok(())
     }
@@ -370,7 +385,16 @@ impl Fingerprint {
         let mut digest = Sha256::new();
         let mut shapes = std::collections::BTreeSet::new();
         for region in &layout.regions {
-            digest.update(format!("{}\n{}\n{}\n", region.layer, region.kind, region.group));
+            digest.update(format!(
+                "{}\n{}\n{}\n{} {} {} {}\n",
+                region.layer,
+                region.kind,
+                region.group,
+                region.heads,
+                region.head_size,
+                region.dtype,
+                region.block_bytes
+            ));
             shapes.insert(format!(
                 "{} {} heads x {} {} = {} bytes a block",
                 region.kind, region.heads, region.head_size, region.dtype, region.block_bytes
@@ -488,6 +512,11 @@ mod tests {
             check(|l| l.regions[1].layer = "layers.0".into()),
             "layout has two key_value regions of layer layers.0"
         );
+        assert_eq!(
+            check(|l| l.regions[1].group = 2),
+            "layout: groups are [0, 2]; 0 to at most 63 without a gap are allowed"
+        );
+        assert!(check(|l| l.regions[1].group = u32::MAX).contains("without a gap"));
         assert_eq!(check(|l| l.regions.clear()), "layout has 0 regions, 1 to 16384 are allowed");
     }
 
@@ -508,6 +537,19 @@ mod tests {
         );
         assert!(ours.differences(&ours.clone()).is_empty());
         assert_ne!(ours.digest(), theirs.digest());
+    }
+
+    #[test]
+    fn layers_that_swap_their_shapes_are_noticed() {
+        let shaped = |first: (u32, Dtype), second: (u32, Dtype)| {
+            let mut layout = layout();
+            for (region, (head_size, dtype)) in layout.regions.iter_mut().zip([first, second]) {
+                (region.head_size, region.dtype) = (head_size, dtype);
+            }
+            Fingerprint::of("m", &layout, Topology { ranks: 1 })
+        };
+        let (half, float) = ((16, Dtype::F16), (8, Dtype::F32));
+        assert_eq!(shaped(half, float).differences(&shaped(float, half))[0].field, "layers_sha256");
     }
 
     #[test]

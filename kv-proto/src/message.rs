@@ -108,6 +108,8 @@ pub enum WorkerMessage {
         lease: LeaseId,
         /// Which try.
         attempt: Attempt,
+        /// What was offered under the lease, as it reached the consumer: who does not know it ends nothing.
+        offer: OfferDigest,
         /// Why.
         reason: ReleaseReason,
     },

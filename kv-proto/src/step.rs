@@ -116,6 +116,8 @@ pub enum ConsumerOrder {
     Track {
         /// Its lease.
         lease: LeaseRef,
+        /// What was offered under it, as it reached us.
+        offer: OfferDigest,
         /// Whose lease.
         peer: PeerLocator,
     },
@@ -136,6 +138,8 @@ pub enum ConsumerOrder {
     Release {
         /// The lease.
         lease: LeaseRef,
+        /// What was offered under it, as it reached us.
+        offer: OfferDigest,
         /// Whose lease.
         peer: PeerLocator,
         /// Why.

@@ -40,6 +40,7 @@ static ALLOCATOR: Counting = Counting;
 /// Serde itself asks for at most 1 MiB on a claim it cannot check.
 const ALLOWED: usize = 2 << 20;
 
+// R104
 #[test]
 fn a_claim_of_four_gigabytes_is_an_error_and_no_allocation() {
     // Byte string, text, list, map, extension: each with the largest length there is.

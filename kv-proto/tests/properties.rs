@@ -75,17 +75,27 @@ fn plan() -> impl Strategy<Value = Plan> {
     let producer = prop_oneof![
         lease_id().prop_map(|lease| ProducerOrder::Announce { lease }),
         (lease_id(), any::<[u64; 3]>()).prop_map(|(lease, [ttl_ms, renewal_ms, max_ms])| {
-            ProducerOrder::Grant { lease, terms: LeaseTerms { ttl_ms, renewal_ms, max_ms }, offer: common::offer() }
+            ProducerOrder::Grant {
+                lease,
+                terms: LeaseTerms { ttl_ms, renewal_ms, max_ms },
+                offer: common::offer(),
+            }
         }),
         lease_id().prop_map(|lease| ProducerOrder::Forget { lease }),
     ];
     let consumer =
         prop_oneof![
-            (lease(), peer()).prop_map(|(lease, peer)| ConsumerOrder::Track { lease, peer }),
-            (load(), lease(), peer(), vec(group(), 0..3))
-                .prop_map(|(load, lease, peer, groups)| ConsumerOrder::Load { load, lease, offer: common::offer(), peer, groups }),
-            (lease(), peer(), select(&RELEASES[..]))
-                .prop_map(|(lease, peer, reason)| ConsumerOrder::Release { lease, peer, reason }),
+            (lease(), peer()).prop_map(|(lease, peer)| ConsumerOrder::Track {
+                lease,
+                offer: common::offer(),
+                peer
+            }),
+            (load(), lease(), peer(), vec(group(), 0..3)).prop_map(|(load, lease, peer, groups)| {
+                ConsumerOrder::Load { load, lease, offer: common::offer(), peer, groups }
+            }),
+            (lease(), peer(), select(&RELEASES[..])).prop_map(|(lease, peer, reason)| {
+                ConsumerOrder::Release { lease, offer: common::offer(), peer, reason }
+            }),
             load().prop_map(|load| ConsumerOrder::Cancel { load }),
         ];
     (vec(producer, 0..5), vec(consumer, 0..5)).prop_map(|(producer, consumer)| Plan { producer, consumer })
@@ -124,11 +134,16 @@ fn message() -> impl Strategy<Value = WorkerMessage> {
             .prop_map(|(reason, incarnation)| WorkerMessage::Unwelcome { reason, incarnation }),
         leases().prop_map(|leases| WorkerMessage::Renew { leases }),
         leases().prop_map(|leases| WorkerMessage::NotHeld { leases }),
-        (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::ReadDone { lease, attempt, offer: common::offer() }),
+        (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::ReadDone {
+            lease,
+            attempt,
+            offer: common::offer()
+        }),
         (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::Confirmed { lease, attempt }),
         (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::Lapsed { lease, attempt }),
-        (lease_id(), attempt(), select(&RELEASES[..]))
-            .prop_map(|(lease, attempt, reason)| WorkerMessage::Release { lease, attempt, reason }),
+        (lease_id(), attempt(), select(&RELEASES[..])).prop_map(|(lease, attempt, reason)| {
+            WorkerMessage::Release { lease, attempt, offer: common::offer(), reason }
+        }),
     ]
 }
 
@@ -237,6 +252,7 @@ fn damage() -> impl Strategy<Value = Damage> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
+    // R104
     #[test]
     fn no_bytes_panic_a_decoder(bytes in vec(any::<u8>(), 0..400)) {
         decode_all(&bytes);
@@ -304,6 +320,7 @@ proptest! {
         let _ = TransferParams::parse(&value);
     }
 
+    // H-3
     #[test]
     fn one_strange_field_costs_an_error_at_most(
         remote in remote_prefill(),
@@ -389,7 +406,10 @@ fn plans_and_reports_say_what_they_are() {
     let expected = CodecError::Version { what: "plan", ours: PROTOCOL_VERSION, theirs: PROTOCOL_VERSION + 1 };
     assert_eq!(Plan::decode(&later), Err(expected));
     let other = step_frame("report", PROTOCOL_VERSION, json!({}));
-    assert_eq!(Plan::decode(&other).unwrap_err().to_string(), "plan cannot be decoded: it says that it is a \"report\"");
+    assert_eq!(
+        Plan::decode(&other).unwrap_err().to_string(),
+        "plan cannot be decoded: it says that it is a \"report\""
+    );
 }
 
 #[test]
@@ -408,7 +428,7 @@ fn fields_that_an_earlier_version_lacks_take_their_defaults() {
 #[test]
 fn reasons_of_a_later_version_are_understood_as_other() {
     let of = |value: Value| rmp_serde::to_vec_named(&value).unwrap();
-    let release = json!({"release": {"lease": 1, "attempt": 0, "reason": "of_a_later_version"}});
+    let release = json!({"release": {"lease": 1, "attempt": 0, "offer": [1, 2], "reason": "of_a_later_version"}});
     let Ok(WorkerMessage::Release { reason, .. }) = WorkerMessage::decode(&of(release)) else {
         panic!("refused")
     };
@@ -419,7 +439,8 @@ fn reasons_of_a_later_version_are_understood_as_other() {
     };
     assert_eq!(reason, kv_proto::message::HelloRefusal::Other);
     let loads = json!([[1, {"failed": {"reason": "of_a_later_version", "detail": ""}}]]);
-    let report = Report::decode(&step_frame("report", PROTOCOL_VERSION, json!({"rank": 0, "loads": loads}))).unwrap();
+    let report =
+        Report::decode(&step_frame("report", PROTOCOL_VERSION, json!({"rank": 0, "loads": loads}))).unwrap();
     assert!(matches!(report.loads[0].1, PullEnd::Failed { reason: kv_proto::LoadFailure::Other, .. }));
     // An order or a message of a later version cannot be obeyed, and is an error.
     assert!(WorkerMessage::decode(&of(json!({"of_a_later_version": {}}))).is_err());
@@ -448,6 +469,7 @@ fn read(bytes: &[u8]) -> Result<EngineCard, HandshakeError> {
     Answer::decode(bytes, &fingerprint(), &engine("p-0"), LIFE)
 }
 
+// H-4
 #[test]
 fn the_handshake_tells_what_differs_before_it_looks_at_the_body() {
     let query = common::query();
@@ -509,6 +531,7 @@ fn deep_nesting_is_an_error_and_no_overflow() {
     decoded.unwrap().join().unwrap();
 }
 
+// R030
 #[test]
 fn what_is_longer_than_allowed_is_refused_unread() {
     let long = |what: &str, error: CodecError| {

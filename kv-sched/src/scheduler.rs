@@ -49,9 +49,11 @@ impl Scheduler {
     ) -> Result<Role, SchedError> {
         let Some(params) = params else { return Ok(Role::Plain) };
         match params {
-            TransferParams::RemoteDecode { .. } => {
+            TransferParams::RemoteDecode { other } => {
                 let tokens = self.admit(request, prompt)?;
-                self.producer.arrived(request.clone(), tokens, token_digest(prompt), &mut self.plan.producer);
+                let digest = token_digest(prompt);
+                let orders = &mut self.plan.producer;
+                self.producer.arrived(request.clone(), tokens, digest, other.clone(), orders);
                 Ok(Role::Producer)
             }
             TransferParams::RemotePrefill(remote) => {
@@ -145,6 +147,13 @@ impl Scheduler {
     pub fn plan_step(&mut self, now: Moment) -> Plan {
         self.time_passed(now);
         std::mem::take(&mut self.plan)
+    }
+
+    /// Puts a plan back that could not be carried, in front of what has come since.
+    pub fn put_back(&mut self, mut plan: Plan) {
+        plan.producer.append(&mut self.plan.producer);
+        plan.consumer.append(&mut self.plan.consumer);
+        self.plan = plan;
     }
 
     /// Whether [`Scheduler::plan_step`] has something to carry, so that an idle engine makes a step for it.

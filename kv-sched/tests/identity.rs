@@ -22,6 +22,7 @@ fn r079_an_id_in_use_is_refused_and_its_owner_is_untouched() {
     assert_eq!(format!("{s:?}"), before, "nothing changed");
 }
 
+// R027
 #[test]
 fn r079_an_id_in_use_on_one_side_is_refused_on_the_other() {
     let mut s = scheduler(1);
@@ -30,6 +31,7 @@ fn r079_an_id_in_use_on_one_side_is_refused_on_the_other() {
     assert!(!s.has_plan());
 }
 
+// H-2
 #[test]
 fn r079_an_id_may_come_again_while_its_old_lease_is_held_and_the_two_do_not_mix() {
     let mut s = scheduler(1);
@@ -44,6 +46,7 @@ fn r079_an_id_may_come_again_while_its_old_lease_is_held_and_the_two_do_not_mix(
     assert_forgotten(&s);
 }
 
+// H-2
 #[test]
 fn r079_an_id_may_come_again_while_its_aborted_load_is_not_quiet_and_the_two_do_not_mix() {
     let mut s = scheduler(1);
@@ -60,6 +63,7 @@ fn r079_an_id_may_come_again_while_its_aborted_load_is_not_quiet_and_the_two_do_
     assert_forgotten(&s);
 }
 
+// H-22
 #[test]
 fn r001_a_refused_duplicate_gives_its_own_offer_back() {
     let mut s = scheduler(1);
@@ -69,6 +73,7 @@ fn r001_a_refused_duplicate_gives_its_own_offer_back() {
     assert_eq!(s.planned(at(1)), consumer(&[release(6, ReleaseReason::Refused)]));
 }
 
+// H-22
 #[test]
 fn p2_a_refused_duplicate_does_not_give_back_the_lease_of_the_queued_one() {
     let mut s = scheduler(1);
@@ -79,6 +84,7 @@ fn p2_a_refused_duplicate_does_not_give_back_the_lease_of_the_queued_one() {
     assert_eq!(s.remote_tokens(&req("x"), 0), 8);
 }
 
+// H-22, R084
 #[test]
 fn p2_an_aborted_twin_does_not_give_back_the_lease_of_the_queued_one() {
     let mut s = scheduler(1);
@@ -96,6 +102,7 @@ fn p2_an_aborted_twin_does_not_give_back_the_lease_of_the_queued_one() {
     assert_forgotten(&s);
 }
 
+// H-22
 #[test]
 fn p2_a_twin_that_needs_nothing_does_not_give_back_the_lease_of_the_queued_one() {
     let mut s = scheduler(1);
@@ -105,6 +112,7 @@ fn p2_a_twin_that_needs_nothing_does_not_give_back_the_lease_of_the_queued_one()
     assert!(s.planned(at(1)).is_empty());
 }
 
+// H-22
 #[test]
 fn p2_an_aborted_twin_does_not_give_back_the_lease_of_a_load_before_that_has_ended() {
     let mut s = scheduler(1);
@@ -119,6 +127,7 @@ fn p2_an_aborted_twin_does_not_give_back_the_lease_of_a_load_before_that_has_end
     assert_forgotten(&s);
 }
 
+// H-22
 #[test]
 fn p2_what_a_load_owes_is_kept_back_again_for_a_third_twin() {
     let mut s = scheduler(1);
@@ -132,6 +141,7 @@ fn p2_what_a_load_owes_is_kept_back_again_for_a_third_twin() {
     assert_eq!(s.planned(at(3)), consumer(&[release(5, ReleaseReason::Aborted)]));
 }
 
+// H-22
 #[test]
 fn a_forged_copy_of_an_offer_with_another_address_is_given_back_there() {
     // Workers renew at the address that the copy names; without an order they would do so for ever.
@@ -144,6 +154,7 @@ fn a_forged_copy_of_an_offer_with_another_address_is_given_back_there() {
     let _ = s.request_finished(at(1), &req("b"), &RequestEnd::Aborted);
     let there = kv_proto::PeerLocator { host: "elsewhere".to_owned(), ..peer() };
     let order = kv_proto::ConsumerOrder::Release {
+        offer: BLANK,
         lease: their_lease(5),
         peer: there,
         reason: ReleaseReason::Aborted,

@@ -33,6 +33,7 @@ fn finish(s: &mut Scheduler, now: u64) {
     assert_eq!(finish, Finish { verdict: Verdict::Free, params: None });
 }
 
+// H-18
 #[test]
 fn a_load_has_ended_well_when_every_rank_says_so() {
     let mut s = loading(2);
@@ -67,6 +68,7 @@ fn a_load_behind_a_local_prefix_counts_only_what_it_brought() {
     assert_eq!((brought(&mut s), brought(&mut t)), ((7, 7), (8, 4)));
 }
 
+// H-18, H-19, R013, R017
 #[test]
 fn p8_one_failed_rank_fails_the_load_after_all_have_reported() {
     for (first, second) in [(0, 1), (1, 0)] {
@@ -80,6 +82,7 @@ fn p8_one_failed_rank_fails_the_load_after_all_have_reported() {
     }
 }
 
+// H-18, R018, R085
 #[test]
 fn p8_a_failure_sticks() {
     let mut s = loading(2);
@@ -146,6 +149,7 @@ fn absurd_figures_of_a_worker_do_no_harm() {
     assert_eq!(s.take_events(), [ended(LoadResult::Loaded { tokens: 8, remote_tokens: 8, stats: most })]);
 }
 
+// H-19
 #[test]
 fn r019_an_abort_while_loading_holds_the_blocks_until_every_rank_is_quiet() {
     let mut s = loading(2);
@@ -169,6 +173,7 @@ fn r068_an_abort_that_comes_after_the_last_report_finds_the_blocks_free() {
     assert!(!s.has_plan());
 }
 
+// H-19, R020
 #[test]
 fn p3_workers_that_stay_silent_about_an_aborted_load_are_told_and_the_blocks_stay_held() {
     let mut s = loading(2);
@@ -187,6 +192,7 @@ fn p3_workers_that_stay_silent_about_an_aborted_load_are_told_and_the_blocks_sta
     assert_forgotten(&s);
 }
 
+// H-20, R072
 #[test]
 fn p4_a_load_that_takes_too_long_is_cancelled_once() {
     let mut s = loading(1);
@@ -214,6 +220,7 @@ fn a_load_that_was_confirmed_before_the_cancel_reached_it_is_good() {
     assert!(matches!(s.take_events()[..], [SchedEvent::LoadEnded { result: LoadResult::Loaded { .. }, .. }]));
 }
 
+// H-19, H-20, R025
 #[test]
 fn r012_ranks_that_never_report_end_the_wait_but_not_the_hold() {
     let mut s = loading(2);
@@ -235,6 +242,7 @@ fn r012_ranks_that_never_report_end_the_wait_but_not_the_hold() {
     assert_forgotten(&s);
 }
 
+// H-16
 #[test]
 fn r015_a_report_that_has_arrived_counts_before_the_deadlines_that_have_passed() {
     let mut s = loading(1);
@@ -243,6 +251,7 @@ fn r015_a_report_that_has_arrived_counts_before_the_deadlines_that_have_passed()
     assert!(!s.has_plan());
 }
 
+// H-19
 #[test]
 fn an_abort_while_being_cancelled_for_lateness_holds_the_blocks() {
     let mut s = loading(1);

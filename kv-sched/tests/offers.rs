@@ -47,18 +47,21 @@ fn an_offer_may_cover_less_than_the_prompt() {
     assert_eq!((role, s.remote_tokens(&req("r"), 0)), (Ok(Role::Consumer), 6));
 }
 
+// H-3, H-22
 #[test]
 fn r001_another_block_size_is_refused_with_both_values_and_given_back() {
     let error = refuse(RemotePrefill { block_tokens: 8, blocks: vec![run(20, 1)], ..offer(5, 8) });
     assert_eq!(error, SchedError::BlockTokens { ours: 4, theirs: 8 });
 }
 
+// H-3, H-22, R070
 #[test]
 fn r001_another_number_of_groups_is_refused_with_both_values_and_given_back() {
     let error = refuse(RemotePrefill { blocks: vec![run(20, 2), run(30, 2)], ..offer(5, 8) });
     assert_eq!(error, SchedError::Groups { ours: 1, theirs: 2 });
 }
 
+// H-3, H-22
 #[test]
 fn r001_an_offer_for_another_prompt_is_refused_with_both_digests_and_given_back() {
     let theirs = token_digest(&[1, 2, 3]);
@@ -66,17 +69,20 @@ fn r001_an_offer_for_another_prompt_is_refused_with_both_digests_and_given_back(
     assert_eq!(error, SchedError::PromptDiffers { tokens: 8, ours: token_digest(&prompt(8)), theirs });
 }
 
+// H-3, H-22
 #[test]
 fn r001_an_offer_longer_than_the_prompt_is_refused_with_both_values_and_given_back() {
     assert_eq!(refuse(offer(5, 9)), SchedError::PromptTooShort { offered: 9, prompt: 8 });
 }
 
+// H-3, H-22
 #[test]
 fn r001_an_offer_without_the_blocks_that_its_tokens_need_is_refused_and_given_back() {
     let error = refuse(RemotePrefill { blocks: vec![run(20, 1)], ..offer(5, 8) });
     assert_eq!(error, SchedError::OfferBlocks { tokens: 8, needed: 2, got: 1 });
 }
 
+// H-9
 #[test]
 fn r004_when_nothing_is_pinned_nothing_is_loaded_and_nothing_given_back() {
     let (role, plan, mut s) = arrive(nothing_pinned());
@@ -89,6 +95,7 @@ fn r004_when_nothing_is_pinned_nothing_is_loaded_and_nothing_given_back() {
     assert_forgotten(&s);
 }
 
+// H-9
 #[test]
 fn a_refused_offer_that_pins_nothing_is_not_given_back() {
     let mut s = scheduler(1);
@@ -120,6 +127,7 @@ fn r052_below_the_threshold_nothing_is_worth_a_load() {
     assert_eq!([0, 3, 4, 7, 8].map(|local| s.remote_tokens(&req("r"), local)), [7, 4, 0, 0, 0]);
 }
 
+// H-22
 #[test]
 fn r052_an_offer_below_the_threshold_is_given_back() {
     let mut s = scheduler(1);
@@ -129,6 +137,7 @@ fn r052_an_offer_below_the_threshold_is_given_back() {
     assert_eq!(s.next_deadline(), None);
 }
 
+// H-22
 #[test]
 fn r050_a_full_prefix_hit_gives_the_offer_back_at_once() {
     let mut s = scheduler(1);
@@ -140,6 +149,7 @@ fn r050_a_full_prefix_hit_gives_the_offer_back_at_once() {
     assert_forgotten(&s);
 }
 
+// H-11, R069, R071
 #[test]
 fn an_allocation_orders_the_whole_load() {
     let mut s = scheduler(1);
@@ -150,6 +160,7 @@ fn an_allocation_orders_the_whole_load() {
     assert_eq!(s.consumer_stats(), &ConsumerStats { loads: 1, ..ConsumerStats::default() });
 }
 
+// H-11
 #[test]
 fn blocks_pair_by_their_position_in_the_sequence() {
     let mut s = scheduler(1);
@@ -161,6 +172,7 @@ fn blocks_pair_by_their_position_in_the_sequence() {
     assert_eq!(s.planned(at(1)), consumer(&[load(1, 5, 2, list(&[30, 12]), list(&[1, 49]))]));
 }
 
+// H-11
 #[test]
 fn each_group_pairs_its_own_blocks() {
     let mut s = Scheduler::new(kv_sched::SchedConfig { groups: 2, ..config(1) }).unwrap();
@@ -231,6 +243,7 @@ fn remote_tokens_for_a_request_without_any_are_refused() {
     assert_eq!(error, SchedError::NothingRemote { request: req("r"), asked: 4 });
 }
 
+// H-21, R014
 #[test]
 fn r067_the_source_is_void_after_its_one_use() {
     let mut s = scheduler(1);
@@ -245,6 +258,7 @@ fn r067_the_source_is_void_after_its_one_use() {
     assert!(!s.has_plan());
 }
 
+// H-22
 #[test]
 fn r001_an_abort_in_the_queue_gives_the_offer_back() {
     let mut s = scheduler(1);
@@ -255,6 +269,7 @@ fn r001_an_abort_in_the_queue_gives_the_offer_back() {
     assert_forgotten(&s);
 }
 
+// H-21, H-22, R075, R076
 #[test]
 fn p4_a_request_that_waits_too_long_gives_its_offer_back_and_is_computed_here() {
     let mut s = scheduler(1);

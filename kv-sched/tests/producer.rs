@@ -5,7 +5,9 @@
 mod common;
 
 use common::*;
-use kv_proto::{ConsumerOrder, LeaseEnd, LeaseId, ProducerOrder, Rank, RemotePrefill, TransferParams, token_digest};
+use kv_proto::{
+    ConsumerOrder, LeaseEnd, LeaseId, ProducerOrder, Rank, RemotePrefill, TransferParams, token_digest,
+};
 use kv_sched::{Finish, ProducerStats, RequestEnd, Role, SchedEvent, Verdict};
 
 const L1: LeaseId = LeaseId(1);
@@ -45,6 +47,7 @@ fn nothing() -> RemotePrefill {
     RemotePrefill { lease: None, token_digest: String::new(), ..offered(0, list(&[])) }
 }
 
+// H-8
 #[test]
 fn an_arrival_is_announced_to_the_workers_with_the_next_plan() {
     let mut s = scheduler(1);
@@ -64,6 +67,7 @@ fn a_plain_request_leaves_no_trace() {
     assert_forgotten(&s);
 }
 
+// H-7, H-8, H-9, R007
 #[test]
 fn a_prompt_of_whole_blocks_hands_over_exactly_its_blocks() {
     let mut s = scheduler(1);
@@ -80,7 +84,9 @@ fn h18_the_grant_and_the_load_name_the_same_offer() {
     p.request_arrived(at(0), &req("r"), &prompt(8), Some(&ask())).unwrap();
     let finish = p.request_finished(at(1), &req("r"), &complete(8, &[run(8, 2)]));
     let params = finish.params.unwrap();
-    let Some(ProducerOrder::Grant { offer: granted, .. }) = p.plan_step(at(1)).producer.pop() else { panic!("no grant") };
+    let Some(ProducerOrder::Grant { offer: granted, .. }) = p.plan_step(at(1)).producer.pop() else {
+        panic!("no grant")
+    };
     assert_eq!(granted, params.digest());
 
     let mut d = scheduler(1);
@@ -88,10 +94,13 @@ fn h18_the_grant_and_the_load_name_the_same_offer() {
     let carried = TransferParams::parse(&params.to_json()).unwrap().unwrap();
     d.request_arrived(at(0), &req("r"), &prompt(8), Some(&carried)).unwrap();
     d.blocks_allocated(at(1), &req("r"), 0, 8, &[run(30, 2)]).unwrap();
-    let Some(ConsumerOrder::Load { offer: read, .. }) = d.plan_step(at(1)).consumer.pop() else { panic!("no load") };
+    let Some(ConsumerOrder::Load { offer: read, .. }) = d.plan_step(at(1)).consumer.pop() else {
+        panic!("no load")
+    };
     assert_eq!(read, granted);
 }
 
+// H-7
 #[test]
 fn r004_a_partial_last_block_is_handed_over_too() {
     let mut s = scheduler(1);
@@ -100,6 +109,7 @@ fn r004_a_partial_last_block_is_handed_over_too() {
     assert_eq!(finish.params, Some(offered(9, list(&[3, 1, 2]))));
 }
 
+// H-7, H-9
 #[test]
 fn r004_a_prompt_shorter_than_a_block_is_handed_over_and_pinned() {
     let mut s = scheduler(1);
@@ -109,6 +119,7 @@ fn r004_a_prompt_shorter_than_a_block_is_handed_over_and_pinned() {
     assert_eq!(finish.params, Some(offered(3, list(&[5]))));
 }
 
+// H-8, H-9
 #[test]
 fn r004_an_empty_prompt_pins_nothing_and_says_so() {
     let mut s = scheduler(1);
@@ -119,6 +130,7 @@ fn r004_an_empty_prompt_pins_nothing_and_says_so() {
     assert_forgotten(&s);
 }
 
+// H-7, H-8, R093
 #[test]
 fn an_aborted_request_offers_nothing_at_all() {
     let mut s = scheduler(1);
@@ -130,6 +142,7 @@ fn an_aborted_request_offers_nothing_at_all() {
     assert_forgotten(&s);
 }
 
+// H-7, H-8, R092
 #[test]
 fn r022_an_incomplete_prompt_is_never_offered() {
     let mut s = scheduler(1);
@@ -139,6 +152,7 @@ fn r022_an_incomplete_prompt_is_never_offered() {
     assert_eq!(s.planned(at(1)), producer(&[announce(1), forget(1)]));
 }
 
+// H-7
 #[test]
 fn blocks_that_do_not_hold_the_prompt_are_never_offered() {
     for blocks in [vec![run(8, 1)], vec![], vec![run(8, 2), run(8, 2)], vec![list(&[8, POOL])]] {
@@ -150,6 +164,7 @@ fn blocks_that_do_not_hold_the_prompt_are_never_offered() {
     }
 }
 
+// H-7, R069
 #[test]
 fn only_the_prompts_blocks_are_handed_over_of_a_request_that_went_on() {
     let mut s = scheduler(1);
@@ -169,6 +184,7 @@ fn what_is_offered_can_be_carried_by_a_router() {
     assert_eq!(TransferParams::parse(&params.to_json()), Ok(Some(params)));
 }
 
+// H-17
 #[test]
 fn p3_the_blocks_are_free_when_the_lease_has_ended() {
     let mut s = scheduler(1);
@@ -180,6 +196,7 @@ fn p3_the_blocks_are_free_when_the_lease_has_ended() {
     assert_forgotten(&s);
 }
 
+// H-17, R003
 #[test]
 fn p3_the_blocks_are_free_only_when_the_lease_has_ended_on_every_rank() {
     let mut s = scheduler(3);
@@ -192,6 +209,7 @@ fn p3_the_blocks_are_free_only_when_the_lease_has_ended_on_every_rank() {
     assert_eq!(s.take_events(), [blocks_released(lease_hold(1), "r", run(8, 2))]);
 }
 
+// H-17, R028
 #[test]
 fn p2_a_rank_that_repeats_itself_does_not_stand_for_another() {
     let mut s = scheduler(2);
@@ -203,6 +221,7 @@ fn p2_a_rank_that_repeats_itself_does_not_stand_for_another() {
     assert_eq!(s.producer_stats().stray_ends, 2);
 }
 
+// H-17, R005
 #[test]
 fn r026_unknown_leases_and_ranks_are_counted_and_do_nothing() {
     let mut s = scheduler(1);
@@ -214,6 +233,7 @@ fn r026_unknown_leases_and_ranks_are_counted_and_do_nothing() {
     assert_eq!(s.producer_stats().stray_ends, 3);
 }
 
+// H-17, R003
 #[test]
 fn p2_an_end_that_is_reported_again_afterwards_is_counted_and_does_nothing() {
     let mut s = scheduler(1);
@@ -240,6 +260,7 @@ fn the_worst_end_of_any_rank_is_the_leases() {
     assert_eq!(counted([LeaseEnd::Expired, LeaseEnd::Released]), [0, 0, 1]);
 }
 
+// H-17
 #[test]
 fn p3_time_alone_never_frees_blocks_but_silence_is_told_once() {
     let mut s = scheduler(2);
@@ -258,6 +279,7 @@ fn p3_time_alone_never_frees_blocks_but_silence_is_told_once() {
     assert_forgotten(&s);
 }
 
+// H-16
 #[test]
 fn r015_a_report_that_has_arrived_counts_before_the_deadline_that_has_passed() {
     let mut s = scheduler(1);
@@ -266,6 +288,7 @@ fn r015_a_report_that_has_arrived_counts_before_the_deadline_that_has_passed() {
     assert_eq!(s.take_events(), [blocks_released(lease_hold(1), "r", run(8, 2))]);
 }
 
+// H-10
 #[test]
 fn r005_an_abort_after_the_hand_over_leaves_the_lease_alone() {
     let mut s = scheduler(1);
@@ -277,6 +300,7 @@ fn r005_an_abort_after_the_hand_over_leaves_the_lease_alone() {
     assert_eq!(s.take_events(), [blocks_released(lease_hold(1), "r", run(8, 2))]);
 }
 
+// H-2, R081
 #[test]
 fn leases_are_numbered_in_order_and_never_again() {
     let mut s = scheduler(1);

@@ -231,6 +231,7 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
+    // H-8, H-9, H-17, H-19, R028
     #[test]
     fn p2_p3_p6_holds_balance_and_everything_heals(calls in prop::collection::vec(call(), 0..80)) {
         let mut world = World::new();

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
 pub mod engine;
+pub mod explore;
 pub mod sim;
 pub mod unmoved;

@@ -77,7 +77,11 @@ fn a_step_ordered_before_the_tokens_of_the_last_are_known_changes_no_answer() {
     assert_eq!(rig.orders.len(), 2);
     assert!(rig.orders[1].work[0].tokens.is_empty());
     rig.drain();
-    assert_eq!(rig.core.stats().steps, 6, "a step per token, none beyond, and one that says that it has ended");
+    assert_eq!(
+        rig.core.stats().steps,
+        6,
+        "a step per token, none beyond, and one that says that it has ended"
+    );
 }
 
 #[test]
@@ -118,6 +122,7 @@ fn a_prompt_that_is_cached_whole_is_answered_and_its_last_block_is_not_written_w
     }
 }
 
+// R024
 #[test]
 fn a_pool_too_small_for_all_preempts_and_still_answers_right() {
     let cases: Vec<_> = cases(40).into_iter().filter(|(prompt, _)| prompt.len() >= 15).collect();
@@ -182,6 +187,7 @@ fn an_aborted_request_leaves_nothing_behind_wherever_it_was() {
     }
 }
 
+// R026
 #[test]
 fn an_abort_of_nobody_changes_nothing() {
     let mut rig = Rig::alone(settings());
@@ -195,6 +201,7 @@ fn an_abort_of_nobody_changes_nothing() {
     assert_eq!(rig.held(), 0);
 }
 
+// R024
 #[test]
 fn blocks_that_a_step_in_flight_may_write_are_given_to_nobody_until_it_has_ended() {
     // The first request takes all but one block, so that the second must wait for those.
@@ -227,6 +234,7 @@ fn blocks_that_a_step_in_flight_may_write_are_given_to_nobody_until_it_has_ended
     rig.drain();
 }
 
+// R076
 #[test]
 fn what_cannot_be_done_is_refused_with_its_figures_and_changes_nothing() {
     let mut rig = Rig::alone(CoreSettings { blocks: 8, max_positions: 200, ..settings() });

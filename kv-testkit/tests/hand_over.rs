@@ -36,6 +36,7 @@ fn a_handed_over_prompt_is_answered_as_if_computed_here() {
     }
 }
 
+// H-11
 #[test]
 fn what_is_here_already_is_not_loaded_again() {
     let weights = tiny();
@@ -55,6 +56,7 @@ fn what_is_here_already_is_not_loaded_again() {
     }
 }
 
+// H-19, R019, R074
 #[test]
 fn an_abort_while_loading_holds_the_blocks_until_the_read_has_ended() {
     let mut pair = Pair::with(CoreSettings { blocks: 8, ..settings() }, Mode::Closed);
@@ -88,6 +90,7 @@ fn an_abort_while_loading_holds_the_blocks_until_the_read_has_ended() {
     assert_eq!(d.consumer.loaded, 0);
 }
 
+// H-23, R071
 #[test]
 fn blocks_that_are_being_loaded_are_found_by_nobody_until_they_are_confirmed() {
     let mut pair = Pair::new(Mode::Closed);
@@ -113,6 +116,7 @@ fn blocks_that_are_being_loaded_are_found_by_nobody_until_they_are_confirmed() {
     assert_eq!(pair.d.finished(third).unwrap().0.cached_tokens, 48);
 }
 
+// R024
 #[test]
 fn a_load_does_not_begin_in_blocks_that_a_step_in_flight_may_write() {
     let mut pair = Pair::with(CoreSettings { blocks: 4, run_ahead: true, ..settings() }, Mode::Closed);
@@ -134,6 +138,7 @@ fn a_load_does_not_begin_in_blocks_that_a_step_in_flight_may_write() {
     pair.settle();
 }
 
+// H-22, R017, R018
 #[test]
 fn a_failed_load_is_computed_here_under_recompute() {
     for error in [ReadError::Stalled, ReadError::UnknownKey, ReadError::Fabric { code: -5 }] {
@@ -166,6 +171,7 @@ fn a_failed_load_keeps_the_prefix_that_was_here_and_computes_the_rest() {
     pair.settle();
 }
 
+// H-23, R109
 #[test]
 fn a_failed_load_ends_the_request_under_fail() {
     let mut pair =
@@ -185,6 +191,7 @@ fn a_failed_load_ends_the_request_under_fail() {
     assert_eq!(pair.d.finished(next).unwrap().0.cached_tokens, 0);
 }
 
+// H-22
 #[test]
 fn a_queued_request_that_is_aborted_gives_its_offer_back() {
     let mut pair = Pair::with(CoreSettings { blocks: 4, ..settings() }, Mode::Open);
@@ -202,6 +209,7 @@ fn a_queued_request_that_is_aborted_gives_its_offer_back() {
     assert_eq!((p.released, p.expired), (1, 0));
 }
 
+// H-22, R001
 #[test]
 fn a_refused_request_gives_its_offer_back() {
     let mut pair = Pair::with(CoreSettings { max_positions: 60, ..settings() }, Mode::Open);
@@ -225,6 +233,7 @@ fn a_refused_request_gives_its_offer_back() {
     }
 }
 
+// H-7, R022
 #[test]
 fn an_aborted_prefill_hands_nothing_over() {
     let mut pair = Pair::new(Mode::Open);

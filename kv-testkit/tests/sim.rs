@@ -18,6 +18,7 @@ fn assert_good(seed: u64) -> (u64, BTreeSet<FaultKind>) {
     (outcome.loaded, outcome.struck.keys().copied().collect())
 }
 
+// H-3, H-11, H-13, H-18
 #[test]
 fn p1_to_p8_hold_in_every_world_and_every_fault_strikes() {
     let (mut loaded, mut struck) = (0, BTreeSet::new());
@@ -49,6 +50,7 @@ fn the_same_seed_is_the_same_world() {
     }
 }
 
+// H-12
 #[test]
 fn without_faults_nothing_fails() {
     let mut loaded = 0;

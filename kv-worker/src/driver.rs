@@ -62,6 +62,13 @@ impl Shared {
         Some(std::mem::replace(&mut *report, Report::new(rank)))
     }
 
+    pub(crate) fn put_back(&self, mut old: Report) {
+        let mut report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
+        old.leases.append(&mut report.leases);
+        old.loads.append(&mut report.loads);
+        *report = old;
+    }
+
     pub(crate) fn stats(&self) -> WorkerStats {
         *self.stats.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -151,6 +151,11 @@ impl Worker {
         self.shared.take_report()
     }
 
+    /// Puts a report back that could not be carried, in front of what has come since.
+    pub fn put_back(&self, report: Report) {
+        self.shared.put_back(report);
+    }
+
     /// Counters, as of a moment ago.
     pub fn stats(&self) -> WorkerStats {
         self.shared.stats()

@@ -56,6 +56,7 @@ fn lose(pair: &mut Pair, wanted: fn(&WorkerMessage) -> bool) -> usize {
     before - pair.wire.len()
 }
 
+// H-12, H-17, R007, R029
 #[test]
 fn a_hand_over_brings_the_bytes_and_frees_the_producers_blocks() {
     let mut pair = reading();
@@ -67,6 +68,7 @@ fn a_hand_over_brings_the_bytes_and_frees_the_producers_blocks() {
     pair.heal(1, 1);
 }
 
+// H-15
 #[test]
 fn p5_a_read_that_is_over_before_the_grant_is_matched_with_it() {
     let mut pair = Pair::new();
@@ -87,6 +89,7 @@ fn p5_a_read_that_is_over_before_the_grant_is_matched_with_it() {
     pair.heal(1, 1);
 }
 
+// H-18, R029
 #[test]
 fn p1_a_read_under_a_lease_that_ran_out_is_not_used() {
     let mut pair = reading();
@@ -103,6 +106,7 @@ fn p1_a_read_under_a_lease_that_ran_out_is_not_used() {
     pair.heal(1, 1);
 }
 
+// H-13
 #[test]
 fn r011_a_long_read_keeps_its_lease_by_renewal() {
     let mut pair = reading();
@@ -115,6 +119,7 @@ fn r011_a_long_read_keeps_its_lease_by_renewal() {
     assert_eq!((outcomes(&pair), leases(&pair)), (vec![Ok(8)], [1, 0, 0]));
 }
 
+// H-14
 #[test]
 fn p2_a_lost_confirmation_is_asked_for_again_and_is_the_same() {
     let mut pair = reading();
@@ -134,6 +139,7 @@ fn p2_a_lost_confirmation_is_asked_for_again_and_is_the_same() {
     pair.heal(1, 1);
 }
 
+// H-25
 #[test]
 fn p1_a_connection_lost_with_the_confirmation_is_made_again() {
     let mut pair = reading();
@@ -147,6 +153,7 @@ fn p1_a_connection_lost_with_the_confirmation_is_made_again() {
     pair.heal(1, 1);
 }
 
+// H-1, R034
 #[test]
 fn p7_a_producer_that_was_born_again_is_not_taken_for_the_old_one() {
     let mut pair = reading();
@@ -172,6 +179,7 @@ fn p7_a_producer_that_was_born_again_is_not_taken_for_the_old_one() {
     pair.heal(2, 2);
 }
 
+// H-19
 #[test]
 fn r019_a_request_aborted_while_it_reads_keeps_its_blocks_until_the_transport_is_quiet() {
     let mut pair = reading();
@@ -197,6 +205,7 @@ fn an_abort_that_crosses_the_confirmation_frees_both_sides_once() {
     pair.heal(1, 1);
 }
 
+// H-22
 #[test]
 fn r001_a_request_that_never_loads_gives_the_producers_blocks_back_at_once() {
     let mut pair = offered();
@@ -208,6 +217,7 @@ fn r001_a_request_that_never_loads_gives_the_producers_blocks_back_at_once() {
     pair.heal(1, 1);
 }
 
+// H-12, R008
 #[test]
 fn r003_an_offer_that_nobody_takes_costs_one_lease_time() {
     let mut pair = offered();
@@ -217,6 +227,7 @@ fn r003_an_offer_that_nobody_takes_costs_one_lease_time() {
     pair.heal(1, 0);
 }
 
+// H-13
 #[test]
 fn r011_a_request_that_waits_for_room_keeps_its_lease() {
     let mut pair = offered();
@@ -243,6 +254,7 @@ fn twins() -> Pair {
     pair
 }
 
+// H-14, H-18, R082
 #[test]
 fn p1_of_two_requests_with_one_lease_only_the_first_to_end_is_confirmed() {
     let mut pair = twins();
@@ -255,6 +267,7 @@ fn p1_of_two_requests_with_one_lease_only_the_first_to_end_is_confirmed() {
     pair.heal(1, 2);
 }
 
+// H-22, R084
 #[test]
 fn p2_of_two_requests_with_one_lease_an_aborted_one_does_not_spoil_the_other() {
     let mut pair = twins();

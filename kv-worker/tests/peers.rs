@@ -17,6 +17,7 @@ fn tracking() -> Rig {
     rig
 }
 
+// H-6, H-24
 #[test]
 fn r043_one_handshake_serves_however_many_requests_wait() {
     let mut rig = Rig::new();
@@ -31,6 +32,7 @@ fn r043_one_handshake_serves_however_many_requests_wait() {
     assert_eq!(rig.m.stats().peers.handshakes, 1);
 }
 
+// H-1, R034
 #[test]
 fn p7_another_life_is_another_peer() {
     let mut rig = tracking();
@@ -47,6 +49,7 @@ fn p7_another_life_is_another_peer() {
     assert_eq!(rig.loads(), ends(&[(2, "ok"), (1, "ok")]));
 }
 
+// H-24
 #[test]
 fn p7_a_producer_that_is_not_the_one_wanted_is_not_read_from() {
     for (reason, told) in [
@@ -65,6 +68,7 @@ fn p7_a_producer_that_is_not_the_one_wanted_is_not_read_from() {
     }
 }
 
+// H-1, H-24
 #[test]
 fn p7_a_welcome_of_another_life_or_rank_is_none() {
     let other_rank = WorkerMessage::Welcome { incarnation: life(1), rank: Rank(1) };
@@ -78,6 +82,7 @@ fn p7_a_welcome_of_another_life_or_rank_is_none() {
     }
 }
 
+// H-24
 #[test]
 fn a_producer_that_breaks_the_protocol_is_let_go() {
     let many = (0..=LEASES_PER_MESSAGE_MAX as u64).map(LeaseId).collect();
@@ -89,6 +94,7 @@ fn a_producer_that_breaks_the_protocol_is_let_go() {
     assert_eq!(tracking().take(1, fact), ["disconnect d0"]);
 }
 
+// H-25
 #[test]
 fn an_answer_that_overtakes_the_welcome_is_dropped_and_asked_for_again() {
     let mut rig = tracking();
@@ -132,6 +138,7 @@ fn r044_cards_that_make_no_sense_fail_the_load_as_malformed() {
     }
 }
 
+// H-6
 #[test]
 fn r016_a_failed_handshake_fails_every_load_that_waits_for_it_and_no_other() {
     let mut rig = tracking();
@@ -146,6 +153,7 @@ fn r016_a_failed_handshake_fails_every_load_that_waits_for_it_and_no_other() {
     assert_eq!(rig.m.stats().pulls, 2);
 }
 
+// H-6, R033
 #[test]
 fn r016_a_load_during_back_off_fails_at_once_and_a_later_one_tries_again() {
     let mut rig = Rig::new();
@@ -158,6 +166,7 @@ fn r016_a_load_during_back_off_fails_at_once_and_a_later_one_tries_again() {
     assert_eq!(rig.loads(), []);
 }
 
+// H-6
 #[test]
 fn r033_back_off_doubles_up_to_its_maximum_as_long_as_somebody_wants_the_peer() {
     let mut rig = Rig::new();
@@ -182,6 +191,7 @@ fn r037_a_failed_peer_that_nobody_wants_is_forgotten() {
     assert_eq!((rig.m.stats().producers, rig.m.next_deadline()), (0, None));
 }
 
+// H-20
 #[test]
 fn p4_a_dialler_that_never_returns_is_given_up() {
     let mut rig = Rig::new();
@@ -191,6 +201,7 @@ fn p4_a_dialler_that_never_returns_is_given_up() {
     assert_eq!(rig.shaken(HANDSHAKE_MS + CONNECT_MS + 1, 1), NOTHING, "too late");
 }
 
+// H-20, H-24
 #[test]
 fn p4_a_connection_that_is_never_made_or_never_greeted_is_given_up() {
     for connect in [false, true] {
@@ -217,6 +228,7 @@ fn a_connection_that_fails_fails_the_load() {
     assert_eq!(rig.loads(), ends(&[(1, "connect_failed")]));
 }
 
+// H-13
 #[test]
 fn r011_renewals_are_batched_per_peer_and_need_no_plan() {
     let mut rig = tracking();
@@ -228,6 +240,7 @@ fn r011_renewals_are_batched_per_peer_and_need_no_plan() {
     assert_eq!(rig.m.stats().peers.renewals, 4);
 }
 
+// H-13
 #[test]
 fn r030_renewals_are_split_at_the_most_leases_of_a_message() {
     let mut rig = tracking();
@@ -253,6 +266,7 @@ fn a_lease_that_is_not_held_is_renewed_no_more() {
     assert_eq!(rig.pass(RENEW_MS), ["d0: renew [6]"]);
 }
 
+// H-22
 #[test]
 fn a_release_is_told_at_once_to_a_peer_that_is_ready() {
     let mut rig = tracking();
@@ -261,6 +275,7 @@ fn a_release_is_told_at_once_to_a_peer_that_is_ready() {
     assert_eq!(rig.pass(RENEW_MS), NOTHING, "and the lease is renewed no more");
 }
 
+// H-22
 #[test]
 fn r050_a_release_waits_for_a_peer_that_is_not_ready_yet() {
     let mut rig = Rig::new();
@@ -280,6 +295,7 @@ fn a_release_to_a_peer_that_cannot_be_reached_is_counted_and_dropped() {
     assert_eq!(rig.m.stats().producers, 0);
 }
 
+// H-25
 #[test]
 fn r032_a_lost_connection_is_made_again_while_it_is_wanted() {
     let mut rig = tracking();
@@ -288,6 +304,7 @@ fn r032_a_lost_connection_is_made_again_while_it_is_wanted() {
     assert_eq!(rig.m.stats().peers.lost, 1);
 }
 
+// H-25, R032
 #[test]
 fn a_lost_connection_that_nobody_wants_is_forgotten() {
     let mut rig = tracking();

@@ -308,6 +308,7 @@ impl Judge {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1_500, failure_persistence: None, ..ProptestConfig::default() })]
 
+    // H-18, H-19, R026, R044
     #[test]
     fn p1_to_p6_hold_whatever_is_said(steps in steps()) {
         let mut judge = Judge::new();

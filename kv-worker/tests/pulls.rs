@@ -34,6 +34,7 @@ fn confirming() -> Rig {
     rig
 }
 
+// H-18
 #[test]
 fn p1_a_load_is_good_when_its_read_was_confirmed_and_not_before() {
     let mut rig = confirming();
@@ -44,6 +45,7 @@ fn p1_a_load_is_good_when_its_read_was_confirmed_and_not_before() {
     assert_eq!(rig.m.stats().pulls, 0);
 }
 
+// H-18
 #[test]
 fn p1_a_lapsed_lease_fails_the_load_and_needs_no_release() {
     let mut rig = confirming();
@@ -51,6 +53,7 @@ fn p1_a_lapsed_lease_fails_the_load_and_needs_no_release() {
     assert_eq!(rig.loads(), ends(&[(1, "lapsed")]));
 }
 
+// H-18
 #[test]
 fn p1_a_confirmation_before_the_read_has_ended_counts_for_nothing() {
     let mut rig = reading();
@@ -59,6 +62,7 @@ fn p1_a_confirmation_before_the_read_has_ended_counts_for_nothing() {
     assert_eq!(rig.read_ended(2, 1), ["d0: read done 5/1"], "it is asked all the same");
 }
 
+// H-18
 #[test]
 fn p1_a_confirmation_of_another_attempt_or_lease_counts_for_nothing() {
     let mut rig = confirming();
@@ -77,6 +81,7 @@ fn p2_answers_that_come_again_do_nothing() {
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
 }
 
+// H-18, H-22, R013
 #[test]
 fn a_read_that_failed_fails_the_load_and_gives_the_lease_back() {
     let mut rig = reading();
@@ -93,6 +98,7 @@ fn p2_a_second_end_of_a_read_does_nothing() {
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
 }
 
+// H-19
 #[test]
 fn p3_an_order_that_comes_again_never_writes_again() {
     let mut rig = confirming();
@@ -102,12 +108,19 @@ fn p3_an_order_that_comes_again_never_writes_again() {
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
 }
 
+// H-3
 #[test]
 fn blocks_that_a_pool_does_not_have_fail_the_load() {
     for (remote, local) in [(vec![BLOCKS], vec![1]), (vec![1], vec![BLOCKS]), (vec![1, 2], vec![1])] {
         let mut rig = reading();
         let ConsumerOrder::Load { lease, peer, .. } = load(1, 6, 2) else { panic!() };
-        let order = ConsumerOrder::Load { load: LoadId(2), lease, offer: OFFER, peer, groups: groups(&remote, &local) };
+        let order = ConsumerOrder::Load {
+            load: LoadId(2),
+            lease,
+            offer: OFFER,
+            peer,
+            groups: groups(&remote, &local),
+        };
         assert_eq!(rig.order(1, &[order]), ["d0: release 6/2 load_failed"]);
         assert_eq!(rig.loads(), ends(&[(2, "bad_blocks")]));
     }
@@ -121,11 +134,13 @@ fn r050_a_load_of_nothing_is_only_confirmed() {
     assert_eq!(rig.order(1, &[order]), ["d0: read done 6/2"]);
 }
 
+// H-11
 #[test]
 fn each_block_is_read_to_its_partner() {
     let mut rig = reading();
     let ConsumerOrder::Load { lease, peer, .. } = load(1, 6, 2) else { panic!() };
-    let order = ConsumerOrder::Load { load: LoadId(2), lease, offer: OFFER, peer, groups: groups(&[3, 0], &[1, 6]) };
+    let order =
+        ConsumerOrder::Load { load: LoadId(2), lease, offer: OFFER, peer, groups: groups(&[3, 0], &[1, 6]) };
     let mut out = Vec::new();
     let plan = kv_proto::Plan { producer: vec![], consumer: vec![order] };
     rig.m.take(at(1), Fact::PlanTaken(plan), &mut out);
@@ -134,6 +149,7 @@ fn each_block_is_read_to_its_partner() {
     assert_eq!(got, [(192, 64, 64), (0, 384, 64)]);
 }
 
+// H-22, R021
 #[test]
 fn cancelled_while_waiting_it_ends_at_once() {
     let mut rig = waiting();
@@ -142,6 +158,7 @@ fn cancelled_while_waiting_it_ends_at_once() {
     assert_eq!(rig.ready(2, 1, 0), ["d0: release 5/1 aborted"], "told when the producer can be told");
 }
 
+// H-19, H-22
 #[test]
 fn r019_cancelled_while_reading_it_ends_when_the_transport_is_quiet() {
     let mut rig = reading();
@@ -167,6 +184,7 @@ fn cancelled_while_confirming_it_ends_once_whatever_the_answer() {
     assert_eq!(rig.loads(), ends(&[(1, "cancelled")]));
 }
 
+// R026
 #[test]
 fn a_cancel_of_what_is_not_there_does_nothing() {
     let mut rig = confirming();
@@ -175,6 +193,7 @@ fn a_cancel_of_what_is_not_there_does_nothing() {
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
 }
 
+// H-20, R012
 #[test]
 fn p4_a_load_waits_for_its_peer_no_longer_than_the_limit() {
     let mut rig = waiting();
@@ -185,6 +204,7 @@ fn p4_a_load_waits_for_its_peer_no_longer_than_the_limit() {
     assert_eq!(rig.loads(), ends(&[(1, "connect_failed")]));
 }
 
+// H-19, H-20, R023, R072
 #[test]
 fn r025_a_read_that_takes_too_long_is_cancelled_and_its_end_awaited() {
     let mut rig = reading();
@@ -205,6 +225,7 @@ fn not_held_in_answer_to_the_first_renewal_dooms_the_read() {
     assert_eq!(rig.loads(), ends(&[(1, "lapsed")]), "not cancelled: nobody asked for that");
 }
 
+// H-19, R002
 #[test]
 fn not_held_dooms_a_read_and_spares_others() {
     let mut rig = reading();
@@ -234,6 +255,7 @@ fn not_held_of_another_producer_dooms_nothing() {
     assert_eq!(rig.read_ended(3, 1), ["d0: read done 5/1"]);
 }
 
+// H-14, H-20, R017, R089
 #[test]
 fn an_unanswered_read_done_is_repeated_with_the_same_attempt_and_given_up_at_the_limit() {
     let mut rig = confirming();
@@ -248,6 +270,7 @@ fn an_unanswered_read_done_is_repeated_with_the_same_attempt_and_given_up_at_the
     assert_eq!(rig.loads(), []);
 }
 
+// H-25
 #[test]
 fn p1_a_link_lost_while_confirming_costs_nothing_but_time() {
     let mut rig = reading();
@@ -258,6 +281,7 @@ fn p1_a_link_lost_while_confirming_costs_nothing_but_time() {
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
 }
 
+// H-20
 #[test]
 fn a_link_lost_while_confirming_that_cannot_be_made_again_ends_at_the_limit() {
     let mut rig = reading();
@@ -276,8 +300,12 @@ fn a_link_lost_while_reading_ends_with_the_transports_word() {
     // The transport tells the end of the read before the loss.
     rig.read_failed(200, 1, LoadFailure::PeerLost);
     assert_eq!(rig.loads(), ends(&[(1, "peer_lost")]));
-    assert_eq!(rig.lost(200, dialled(0)), NOTHING);
-    assert_eq!((rig.m.stats().producers, rig.m.next_deadline()), (0, None));
+    // The producer is told as soon as it can be reached again, or keeps the blocks until the lease's time is over.
+    assert_eq!(rig.lost(200, dialled(0)), ["shake hands with 1"]);
+    rig.shaken(210, 1);
+    rig.connected(220, 1);
+    let told = rig.hear(230, dialled(1), welcome(1));
+    assert!(told.iter().any(|line| line.contains("release")), "{told:?}");
 }
 
 /// Loads 1 and 2 read under the same lease.
@@ -287,6 +315,7 @@ fn twins() -> Rig {
     rig
 }
 
+// H-22, R084
 #[test]
 fn p2_a_load_that_ends_does_not_give_back_the_lease_that_another_reads_under() {
     let mut rig = twins();
@@ -299,6 +328,7 @@ fn p2_a_load_that_ends_does_not_give_back_the_lease_that_another_reads_under() {
     assert_eq!(rig.pass(2 * RENEW_MS), NOTHING, "nobody renews it now");
 }
 
+// H-22
 #[test]
 fn p2_the_last_of_two_loads_gives_their_lease_back() {
     let mut rig = twins();
@@ -306,6 +336,7 @@ fn p2_the_last_of_two_loads_gives_their_lease_back() {
     assert_eq!(rig.read_failed(3, 1, LoadFailure::ReadFailed), ["d0: release 5/1 load_failed"]);
 }
 
+// H-18, R082
 #[test]
 fn p1_of_two_loads_under_one_lease_each_needs_an_answer_of_its_own() {
     let mut rig = twins();

@@ -34,12 +34,14 @@ fn ended(rig: &mut Rig) -> Vec<(LeaseId, LeaseEnd)> {
 
 const MALFORMED: CodecError = CodecError::TooLong { what: "worker message", bytes: 2, limit: 1 };
 
+// H-24
 #[test]
 fn a_fitting_hello_is_welcome() {
     let rig = greeted();
     assert_eq!((rig.m.stats().readers.greeted, rig.m.next_deadline()), (1, None));
 }
 
+// H-24
 #[test]
 fn whoever_speaks_before_greeting_is_expelled() {
     let early = [welcome(1), read_done(1, 1), released(1, 1), WorkerMessage::Renew { leases: leases(&[1]) }];
@@ -51,6 +53,7 @@ fn whoever_speaks_before_greeting_is_expelled() {
     }
 }
 
+// H-24, R089
 #[test]
 fn whoever_sends_what_cannot_be_decoded_is_expelled() {
     for mut rig in [connected(), greeted()] {
@@ -60,6 +63,7 @@ fn whoever_sends_what_cannot_be_decoded_is_expelled() {
     }
 }
 
+// H-24
 #[test]
 fn a_producers_words_from_a_consumer_expel_it() {
     for message in [hello(7, 100), welcome(7), confirmed(1, 1), lapsed(1, 1)] {
@@ -67,6 +71,7 @@ fn a_producers_words_from_a_consumer_expel_it() {
     }
 }
 
+// H-24
 #[test]
 fn whoever_never_says_who_it_is_is_expelled_at_the_limit() {
     let mut rig = connected();
@@ -146,36 +151,42 @@ fn not_a_reader(message: &mut WorkerMessage) {
     }
 }
 
+// H-24
 #[test]
 fn another_version_is_unwelcome() {
     refused(other_version);
     assert_eq!(reason(other_version), HelloRefusal::Version);
 }
 
+// H-1, H-24
 #[test]
 fn p7_a_hello_to_another_life_is_unwelcome() {
     refused(other_life);
     assert_eq!(reason(other_life), HelloRefusal::Incarnation);
 }
 
+// H-24, R041
 #[test]
 fn a_hello_to_another_rank_is_unwelcome() {
     refused(other_rank);
     assert_eq!(reason(other_rank), HelloRefusal::Rank);
 }
 
+// H-24
 #[test]
 fn a_topology_that_does_not_fit_is_unwelcome() {
     refused(other_topology);
     assert_eq!(reason(other_topology), HelloRefusal::Topology);
 }
 
+// H-24
 #[test]
 fn a_rank_that_reads_nothing_here_is_unwelcome() {
     refused(not_a_reader);
     assert_eq!(reason(not_a_reader), HelloRefusal::Topology);
 }
 
+// H-12, H-18
 #[test]
 fn p1_a_read_under_a_held_lease_is_confirmed_and_ends_it() {
     let mut rig = lending();
@@ -184,6 +195,7 @@ fn p1_a_read_under_a_held_lease_is_confirmed_and_ends_it() {
     assert_eq!(ended(&mut rig), [], "reported once");
 }
 
+// H-18
 #[test]
 fn p1_after_the_lease_was_reported_over_no_read_is_confirmed() {
     let mut rig = lending();
@@ -193,11 +205,13 @@ fn p1_after_the_lease_was_reported_over_no_read_is_confirmed() {
     assert_eq!(rig.hear(REMEMBER_MS * 2, accepted(0), read_done(1, 4)), ["a0: lapsed 1/4"]);
 }
 
+// H-18
 #[test]
 fn p1_a_lease_that_was_never_here_lapses() {
     assert_eq!(greeted().hear(1, accepted(0), read_done(9, 4)), ["a0: lapsed 9/4"]);
 }
 
+// H-2
 #[test]
 fn p1_a_lease_is_granted_once_also_when_it_has_been_forgotten() {
     let mut rig = lending();
@@ -213,6 +227,7 @@ fn p1_a_lease_is_granted_once_also_when_it_has_been_forgotten() {
     assert_eq!(rig.hear(9_001, accepted(0), read_done(1, 4)), ["a0: lapsed 1/4"]);
 }
 
+// H-14, H-25
 #[test]
 fn p2_a_repeated_read_done_gets_the_same_answer_over_whatever_connection() {
     let mut rig = lending();
@@ -223,6 +238,7 @@ fn p2_a_repeated_read_done_gets_the_same_answer_over_whatever_connection() {
     assert_eq!(ended(&mut rig).len(), 1);
 }
 
+// H-14, R031
 #[test]
 fn p1_another_attempt_or_another_life_cannot_take_that_answer() {
     let mut rig = lending();
@@ -232,6 +248,7 @@ fn p1_another_attempt_or_another_life_cannot_take_that_answer() {
     assert_eq!(rig.hear(11, accepted(1), read_done(1, 4)), ["a1: lapsed 1/4"]);
 }
 
+// H-12
 #[test]
 fn a_release_ends_the_lease_and_is_not_answered() {
     let mut rig = lending();
@@ -241,6 +258,7 @@ fn a_release_ends_the_lease_and_is_not_answered() {
     assert_eq!(ended(&mut rig), []);
 }
 
+// H-15
 #[test]
 fn p5_a_read_that_was_over_before_the_grant_is_confirmed_by_it() {
     let mut rig = greeted();
@@ -251,6 +269,7 @@ fn p5_a_read_that_was_over_before_the_grant_is_confirmed_by_it() {
     assert_eq!(ended(&mut rig), [(LeaseId(1), LeaseEnd::Confirmed)]);
 }
 
+// H-15
 #[test]
 fn p5_an_early_reader_is_answered_over_its_newest_connection() {
     let mut rig = greeted();
@@ -261,6 +280,7 @@ fn p5_an_early_reader_is_answered_over_its_newest_connection() {
     assert_eq!(rig.own(3, &[grant(1)]), ["a2: confirmed 1/4"]);
 }
 
+// H-15, H-25
 #[test]
 fn p5_an_early_reader_that_is_gone_asks_again_and_hears_the_same() {
     let mut rig = greeted();
@@ -272,6 +292,7 @@ fn p5_an_early_reader_that_is_gone_asks_again_and_hears_the_same() {
     assert_eq!(rig.hear(5, accepted(1), read_done(1, 4)), ["a1: confirmed 1/4"]);
 }
 
+// H-15, R093
 #[test]
 fn r022_an_early_reader_of_a_request_that_was_aborted_hears_that_it_lapsed() {
     let mut rig = greeted();
@@ -281,6 +302,7 @@ fn r022_an_early_reader_of_a_request_that_was_aborted_hears_that_it_lapsed() {
     assert_eq!(ended(&mut rig), [], "what was never granted has no end to report");
 }
 
+// H-13
 #[test]
 fn r002_a_renewal_keeps_the_lease_and_answers_only_what_is_not_held() {
     let mut rig = lending();
@@ -295,6 +317,7 @@ fn r002_a_renewal_keeps_the_lease_and_answers_only_what_is_not_held() {
     assert_eq!(rig.hear(1_701, accepted(0), renew(&[1, 2])), ["a0: not held [1]"]);
 }
 
+// H-25
 #[test]
 fn r003_a_lost_consumer_costs_its_lease_and_nothing_else() {
     let mut rig = lending();
@@ -304,6 +327,7 @@ fn r003_a_lost_consumer_costs_its_lease_and_nothing_else() {
     assert_eq!(ended(&mut rig), [(LeaseId(1), LeaseEnd::Expired)]);
 }
 
+// H-16
 #[test]
 fn r015_a_read_done_that_arrived_in_time_counts_although_it_is_looked_at_late() {
     let mut rig = lending();
@@ -319,6 +343,7 @@ fn a_message_with_more_leases_than_one_may_name_expels_its_sender() {
     assert_eq!(greeted().hear(1, accepted(0), many(LEASES_PER_MESSAGE_MAX + 1)), ["disconnect a0"]);
 }
 
+// R037
 #[test]
 fn p6_leases_are_forgotten_when_they_ended_long_ago() {
     let mut rig = lending();

@@ -86,6 +86,7 @@ fn apply(pair: &mut Pair, step: Step) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
 
+    // H-18, H-19
     #[test]
     fn p1_p3_p6_no_wrong_byte_counts_and_everything_heals(steps in prop::collection::vec(step(), 0..150)) {
         let mut pair = Pair::new();

@@ -86,7 +86,6 @@ async fn follow(
         return match status {
             NOT_PREFILLED => Ending::NotPrefilled(text),
             CLIENT_GONE => Ending::Aborted,
-            _ if planned == Some("before-schedule") && status == 400 => Ending::Aborted,
             _ => Ending::Error(format!("status {status}: {text}")),
         };
     }

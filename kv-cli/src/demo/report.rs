@@ -92,7 +92,10 @@ impl Outcome {
 
     /// Whether every answer equals its reference and nothing is held.
     pub(crate) fn is_good(&self) -> bool {
-        self.requests() > 0
+        // Answers that were all computed here would be equal too, and show nothing.
+        let handed_over = self.sum("/prompt_tokens_details/external_tokens") > 0;
+        handed_over
+            && self.requests() > 0
             && self.count(Judgement::Equal) == self.requests()
             && self.count(Judgement::NotPrefilled) == 0
             && Self::held(&self.figures.producer) == 0
@@ -259,7 +262,11 @@ mod tests {
     }
 
     fn answered(tokens: &[u32]) -> Ending {
-        let usage = json!({ "prompt_tokens": 3, "prompt_tokens_details": { "external_tokens": 3 } });
+        answered_with(tokens, 3)
+    }
+
+    fn answered_with(tokens: &[u32], external: u32) -> Ending {
+        let usage = json!({ "prompt_tokens": 3, "prompt_tokens_details": { "external_tokens": external } });
         Ending::Answered { tokens: tokens.to_vec(), usage }
     }
 
@@ -272,6 +279,7 @@ mod tests {
     fn only_equal_answers_and_free_blocks_are_good() {
         let good = |rows: Vec<Row>, held| Outcome::new(rows, figures(held)).is_good();
         assert!(good(vec![row(answered(&[1, 2]), &[1, 2])], 0));
+        assert!(!good(vec![row(answered_with(&[1, 2], 0), &[1, 2])], 0), "nothing was handed over");
         assert!(!good(vec![row(answered(&[1, 3]), &[1, 2])], 0), "wrong");
         assert!(!good(vec![row(answered(&[1, 2]), &[1, 2])], 1), "held");
         assert!(!good(vec![row(answered(&[1, 2]), &[1, 2]), row(Ending::Hung, &[1, 2])], 0), "hung");

@@ -95,7 +95,7 @@ pub(crate) fn messages() -> Vec<(String, WorkerMessage)> {
         all.push((name, WorkerMessage::Unwelcome { reason, incarnation: LIFE }));
     }
     for reason in RELEASES {
-        let message = WorkerMessage::Release { lease, attempt, reason };
+        let message = WorkerMessage::Release { lease, attempt, offer: offer(), reason };
         all.push((format!("release_{}", reason.name()), message));
     }
     all
@@ -113,11 +113,16 @@ pub(crate) fn plan() -> Plan {
         local: [1, 70, 71, 72].into_iter().map(BlockId).collect(),
     }];
     let mut consumer = vec![
-        ConsumerOrder::Track { lease, peer: peer.clone() },
+        ConsumerOrder::Track { lease, offer: offer(), peer: peer.clone() },
         ConsumerOrder::Load { load: LoadId(1), lease, offer: offer(), peer: peer.clone(), groups },
         ConsumerOrder::Cancel { load: LoadId(1) },
     ];
-    consumer.extend(RELEASES.map(|reason| ConsumerOrder::Release { lease, peer: peer.clone(), reason }));
+    consumer.extend(RELEASES.map(|reason| ConsumerOrder::Release {
+        lease,
+        offer: offer(),
+        peer: peer.clone(),
+        reason,
+    }));
     let terms = LeaseTerms { ttl_ms: 30_000, renewal_ms: 15_000, max_ms: 600_000 };
     Plan {
         producer: vec![

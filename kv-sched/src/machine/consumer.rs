@@ -13,8 +13,8 @@
 use std::collections::BTreeMap;
 
 use kv_proto::{
-    BlockList, ConsumerOrder, GroupBlocks, LeaseRef, LoadFailure, LoadId, LoadStats, Moment, PeerLocator,
-    PullEnd, Rank, ReleaseReason, RemotePrefill, RequestId, Timers,
+    BlockList, ConsumerOrder, GroupBlocks, LeaseRef, LoadFailure, LoadId, LoadStats, Moment, OfferDigest,
+    PeerLocator, PullEnd, Rank, ReleaseReason, RemotePrefill, RequestId, Timers,
 };
 
 use crate::config::SchedConfig;
@@ -37,6 +37,7 @@ enum Request {
 struct Load {
     request: RequestId,
     lease: LeaseRef,
+    offer: OfferDigest,
     peer: PeerLocator,
     blocks: Vec<BlockList>,
     local_tokens: u32,
@@ -156,7 +157,7 @@ impl Consumer {
             self.requests.insert(request, Request::Settled);
             return;
         };
-        orders.push(ConsumerOrder::Track { lease, peer: locator(&remote) });
+        orders.push(ConsumerOrder::Track { lease, offer: remote.digest(), peer: locator(&remote) });
         let until = now + config.queue_limit;
         self.timers.set(until, TimerKey::Request(request.clone()));
         self.requests.insert(request, Request::Queued { remote: Box::new(remote), lease, until });
@@ -165,13 +166,14 @@ impl Consumer {
     /// An offer that came with a request which is refused: it is given back at once.
     pub fn refused(&mut self, remote: &RemotePrefill, orders: &mut Vec<ConsumerOrder>) {
         if let Some(lease) = remote.lease_ref() {
-            self.give_back(lease, locator(remote), ReleaseReason::Refused, orders);
+            self.give_back(lease, remote.digest(), locator(remote), ReleaseReason::Refused, orders);
         }
     }
 
     fn give_back(
         &mut self,
         lease: LeaseRef,
+        offer: OfferDigest,
         peer: PeerLocator,
         reason: ReleaseReason,
         orders: &mut Vec<ConsumerOrder>,
@@ -181,18 +183,24 @@ impl Consumer {
         // may have begun to renew it again for us, so that they must be told afterwards.
         // The locator counts too: workers renew by it, and a forged one would be renewed for ever.
         let queued = self.requests.values().any(|request| match request {
-            Request::Queued { remote, lease: l, .. } => *l == lease && locator(remote) == peer,
+            Request::Queued { remote, lease: l, .. } => {
+                *l == lease && locator(remote) == peer && remote.digest() == offer
+            }
             Request::Loading { .. } | Request::Settled => false,
         });
         if queued {
             return;
         }
-        if let Some(load) = self.loads.values_mut().find(|load| load.lease == lease && load.peer == peer) {
+        if let Some(load) = self
+            .loads
+            .values_mut()
+            .find(|load| (load.lease, load.offer) == (lease, offer) && load.peer == peer)
+        {
             load.owed.get_or_insert(reason);
             return;
         }
         *self.stats.released.entry(reason).or_default() += 1;
-        orders.push(ConsumerOrder::Release { lease, peer, reason });
+        orders.push(ConsumerOrder::Release { lease, offer, peer, reason });
     }
 
     /// Tokens that a load would bring beyond those that are here. Asked as often as the engine likes.
@@ -233,10 +241,10 @@ impl Consumer {
         }
         let (lease, until) = (*lease, *until);
         if remote_tokens == 0 {
-            let peer = locator(remote);
+            let (offer, peer) = (remote.digest(), locator(remote));
             self.timers.clear(until, TimerKey::Request(request.clone()));
             self.requests.insert(request.clone(), Request::Settled);
-            self.give_back(lease, peer, ReleaseReason::NotNeeded, orders);
+            self.give_back(lease, offer, peer, ReleaseReason::NotNeeded, orders);
             return Ok(());
         }
         let first = local_tokens / config.block_tokens;
@@ -285,9 +293,11 @@ impl Consumer {
             .collect();
         let load = LoadId(self.next_load);
         self.next_load += 1;
+        let offer = remote.digest();
         let record = Load {
             request: request.clone(),
             lease,
+            offer,
             peer: locator(remote),
             blocks: groups.iter().map(|g| g.local.clone()).collect(),
             local_tokens,
@@ -296,7 +306,6 @@ impl Consumer {
             stage: Stage::Running { until: now + config.load_limit },
             owed: None,
         };
-        let offer = remote.digest();
         orders.push(ConsumerOrder::Load { load, lease, offer, peer: locator(remote), groups });
         self.timers.clear(until, TimerKey::Request(request.clone()));
         self.timers.set(now + config.load_limit, TimerKey::Load(load));
@@ -318,7 +327,7 @@ impl Consumer {
             Request::Settled => Verdict::Free,
             Request::Queued { remote, lease, until } => {
                 self.timers.clear(until, TimerKey::Request(request.clone()));
-                self.give_back(lease, locator(&remote), ReleaseReason::Aborted, orders);
+                self.give_back(lease, remote.digest(), locator(&remote), ReleaseReason::Aborted, orders);
                 Verdict::Free
             }
             Request::Loading { load } => {
@@ -364,7 +373,7 @@ impl Consumer {
         }
         let Some(mut record) = self.loads.remove(&load) else { return };
         if let Some(reason) = record.owed.take() {
-            self.give_back(record.lease, record.peer.clone(), reason, orders);
+            self.give_back(record.lease, record.offer, record.peer.clone(), reason, orders);
         }
         match record.stage {
             Stage::Running { until } | Stage::Cancelling { until } => {
@@ -433,9 +442,9 @@ impl Consumer {
         if *until > now {
             return;
         }
-        let (lease, peer) = (*lease, locator(remote));
+        let (lease, offer, peer) = (*lease, remote.digest(), locator(remote));
         self.requests.insert(request, Request::Settled);
-        self.give_back(lease, peer, ReleaseReason::WaitedTooLong, orders);
+        self.give_back(lease, offer, peer, ReleaseReason::WaitedTooLong, orders);
     }
 
     fn load_late(

@@ -9,9 +9,9 @@
 use std::collections::BTreeMap;
 
 use kv_proto::{
-    BlockList, LeaseEnd, LeaseId, LeaseRef, Moment, ProducerOrder, Rank, RemotePrefill, RequestId, Timers,
+    BlockList, LeaseEnd, LeaseId, Moment, ProducerOrder, Rank, RemotePrefill, RequestId, Timers,
 };
-use serde_json::Map;
+use serde_json::{Map, Value};
 
 use crate::config::SchedConfig;
 use crate::event::{Finish, HoldId, RequestEnd, SchedEvent, Verdict};
@@ -22,6 +22,8 @@ struct Computing {
     lease: LeaseId,
     prompt_tokens: u32,
     token_digest: String,
+    /// Keys that came with the request and are not ours; they go back with the answer.
+    other: Map<String, Value>,
 }
 
 /// A hand-over whose blocks are kept.
@@ -104,11 +106,12 @@ impl Producer {
         request: RequestId,
         prompt_tokens: u32,
         token_digest: String,
+        other: Map<String, Value>,
         orders: &mut Vec<ProducerOrder>,
     ) {
         let lease = LeaseId(self.next_lease);
         self.next_lease += 1;
-        self.computing.insert(request, Computing { lease, prompt_tokens, token_digest });
+        self.computing.insert(request, Computing { lease, prompt_tokens, token_digest, other });
         orders.push(ProducerOrder::Announce { lease });
     }
 
@@ -121,7 +124,7 @@ impl Producer {
         end: &RequestEnd,
         orders: &mut Vec<ProducerOrder>,
     ) -> Option<Finish> {
-        let Computing { lease, prompt_tokens, token_digest } = self.computing.remove(request)?;
+        let Computing { lease, prompt_tokens, token_digest, other } = self.computing.remove(request)?;
         let handed = match end {
             RequestEnd::Aborted => None,
             RequestEnd::Complete { computed_tokens, blocks } => {
@@ -134,7 +137,7 @@ impl Producer {
             let nothing = match end {
                 RequestEnd::Aborted => None,
                 RequestEnd::Complete { .. } => {
-                    Some(self.params(config, request, Vec::new(), 0, None, String::new()))
+                    Some(self.params(config, request, Vec::new(), 0, None, String::new(), other))
                 }
             };
             return Some(Finish { verdict: Verdict::Free, params: nothing });
@@ -142,13 +145,15 @@ impl Producer {
         self.stats.granted += 1;
         let overdue_at = now + config.lease_max + config.report_grace;
         self.timers.set(overdue_at, lease);
-        let params = self.params(config, request, blocks.clone(), prompt_tokens, Some(lease), token_digest);
+        let params =
+            self.params(config, request, blocks.clone(), prompt_tokens, Some(lease), token_digest, other);
         orders.push(ProducerOrder::Grant { lease, terms: config.terms(), offer: params.digest() });
         let held = Held { request: request.clone(), blocks, ended: BTreeMap::new(), overdue_at };
         self.held.insert(lease, held);
         Some(Finish { verdict: Verdict::Hold(HoldId::Lease(lease)), params: Some(params) })
     }
 
+    #[allow(clippy::too_many_arguments)] // What an offer consists of.
     fn params(
         &self,
         config: &SchedConfig,
@@ -157,6 +162,7 @@ impl Producer {
         tokens: u32,
         lease: Option<LeaseId>,
         token_digest: String,
+        other: Map<String, Value>,
     ) -> RemotePrefill {
         let blocks =
             if blocks.is_empty() { vec![BlockList::default(); config.groups as usize] } else { blocks };
@@ -172,7 +178,7 @@ impl Producer {
             incarnation: config.incarnation,
             lease,
             token_digest,
-            other: Map::new(),
+            other,
         }
     }
 
@@ -221,11 +227,6 @@ impl Producer {
                 (0..config.topology.ranks).map(Rank).filter(|r| !held.ended.contains_key(r)).collect();
             events.push(SchedEvent::WorkersSilent { hold: HoldId::Lease(lease), missing });
         }
-    }
-
-    /// The lease under a reference, if it is one of this life's and held.
-    pub fn holds(&self, config: &SchedConfig, lease: LeaseRef) -> bool {
-        lease.incarnation == config.incarnation && self.held.contains_key(&lease.lease)
     }
 }
 

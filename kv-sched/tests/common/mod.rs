@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use kv_proto::{
     BlockId, BlockList, ConsumerOrder, EngineId, GroupBlocks, Incarnation, LeaseEnd, LeaseId, LeaseRef,
-    LoadFailure, LoadId, LoadStats, Moment, OfferDigest, PeerLocator, Plan, ProducerOrder, PullEnd, Rank, ReleaseReason,
-    RemotePrefill, Report, RequestId, Topology, TransferParams, token_digest,
+    LoadFailure, LoadId, LoadStats, Moment, OfferDigest, PeerLocator, Plan, ProducerOrder, PullEnd, Rank,
+    ReleaseReason, RemotePrefill, Report, RequestId, Topology, TransferParams, token_digest,
 };
 use kv_sched::{HoldId, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler};
 
@@ -118,11 +118,11 @@ pub(crate) fn their_lease(lease: u64) -> LeaseRef {
 }
 
 pub(crate) fn track(lease: u64) -> ConsumerOrder {
-    ConsumerOrder::Track { lease: their_lease(lease), peer: peer() }
+    ConsumerOrder::Track { lease: their_lease(lease), offer: BLANK, peer: peer() }
 }
 
 pub(crate) fn release(lease: u64, reason: ReleaseReason) -> ConsumerOrder {
-    ConsumerOrder::Release { lease: their_lease(lease), peer: peer(), reason }
+    ConsumerOrder::Release { lease: their_lease(lease), offer: BLANK, peer: peer(), reason }
 }
 
 pub(crate) fn cancel(load: u64) -> ConsumerOrder {
@@ -216,7 +216,10 @@ impl Planned for Scheduler {
             }
         }
         for order in &mut plan.consumer {
-            if let ConsumerOrder::Load { offer, .. } = order {
+            if let ConsumerOrder::Load { offer, .. }
+            | ConsumerOrder::Track { offer, .. }
+            | ConsumerOrder::Release { offer, .. } = order
+            {
                 *offer = BLANK;
             }
         }

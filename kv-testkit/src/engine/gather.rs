@@ -10,6 +10,8 @@ use super::model::{GroupReduce, ReduceError, SoloReduce, sum_in_order};
 
 /// How long the ranks of an engine wait for each other to start.
 const START_LIMIT: Duration = Duration::from_secs(60);
+/// How long one rank waits for another in the middle of a step; far more than a step takes.
+const STEP_LIMIT: Duration = Duration::from_secs(60);
 
 /// One rank's part of the gathering.
 #[derive(Debug)]
@@ -39,6 +41,7 @@ impl SocketReduce {
                 stream.read_exact(&mut from)?;
                 let from = u32::from_le_bytes(from);
                 let slot = from.checked_sub(1).and_then(|i| leaves.get_mut(i as usize));
+                stream.set_read_timeout(Some(STEP_LIMIT))?;
                 *slot.ok_or_else(|| io::Error::other(format!("rank {from} of {ranks} joined")))? =
                     Some(stream);
             }
@@ -48,6 +51,7 @@ impl SocketReduce {
             match UnixStream::connect(socket) {
                 Ok(mut stream) => {
                     stream.write_all(&rank.to_le_bytes())?;
+                    stream.set_read_timeout(Some(STEP_LIMIT))?;
                     return Ok(Self::Leaf(stream));
                 }
                 Err(error) if Instant::now() >= until => return Err(error),

@@ -71,6 +71,11 @@ pub fn routes(engine: EngineHandle) -> Router {
         .with_state(engine)
 }
 
+/// 499, which servers log for a client that closed its connection; the standard has no number for it.
+fn client_gone() -> StatusCode {
+    StatusCode::from_u16(499).unwrap_or(StatusCode::BAD_REQUEST)
+}
+
 fn refuse(status: StatusCode, message: &str) -> Response {
     (status, Json(json!({ "error": { "message": message, "code": status.as_u16() } }))).into_response()
 }
@@ -132,9 +137,7 @@ async fn completions(State(engine): State<EngineHandle>, headers: HeaderMap, bod
     let ignore_eos = body.ignore_eos;
     if headers.contains_key(GONE_HEADER) {
         return match engine.submit_gone(ask).await {
-            Ok(()) => {
-                refuse(StatusCode::BAD_REQUEST, "the client went away before the request was scheduled")
-            }
+            Ok(()) => refuse(client_gone(), "the client went away before the request was scheduled"),
             Err(error) => refuse(StatusCode::BAD_REQUEST, &error.to_string()),
         };
     }

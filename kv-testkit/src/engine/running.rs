@@ -19,6 +19,14 @@ struct StepTokens {
     tokens: Vec<Option<u32>>,
 }
 
+/// Clients are heard before the results of the same turn, each in its order: one that goes away and comes back under
+/// the same id must not be heard the other way round.
+fn clients_first(batch: &mut [Input]) {
+    batch.sort_by_key(|input| {
+        !matches!(input, Input::Ask { .. } | Input::AskAndAbort { .. } | Input::Abort(_) | Input::Left(_))
+    });
+}
+
 /// A running engine: the core, its workers and its clients.
 pub(super) struct Running {
     core: Core,
@@ -56,14 +64,7 @@ impl Running {
                 },
             };
             let mut batch: Vec<Input> = first.into_iter().chain(queue.try_iter()).collect();
-            // Clients are heard before the results of the same turn, each in its order: one that goes away and
-            // comes back under the same id must not be heard the other way round.
-            batch.sort_by_key(|input| {
-                !matches!(
-                    input,
-                    Input::Ask { .. } | Input::AskAndAbort { .. } | Input::Abort(_) | Input::Left(_)
-                )
-            });
+            clients_first(&mut batch);
             let mut end = None;
             for input in batch {
                 end = end.or(self.take(input));
@@ -219,5 +220,82 @@ impl Running {
                 "pulls": sum(|c| c.pulls),
             },
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kv_connector::RequestId;
+    use kv_connector::recovery::Policy;
+    use tokio::sync::oneshot;
+
+    use super::super::core::CoreSettings;
+    use super::super::request::Ask;
+    use super::*;
+
+    fn id() -> RequestId {
+        RequestId::new("same").unwrap()
+    }
+
+    /// An engine without workers: the tests play their part.
+    fn running() -> Running {
+        let settings = CoreSettings {
+            block_tokens: 4,
+            blocks: 8,
+            step_tokens: 16,
+            run_ahead: false,
+            policy: Policy::Recompute,
+            vocab_size: 10,
+            max_positions: 20,
+        };
+        Running::new(Core::new(settings, None), Vec::new(), tempfile::tempdir().unwrap())
+    }
+
+    fn ask() -> (Input, mpsc::UnboundedReceiver<Happening>) {
+        let (happenings, client) = mpsc::unbounded_channel();
+        let (accepted, _) = oneshot::channel();
+        let ask = Ask { id: id(), prompt: vec![1, 2], max_tokens: 1, ignore_eos: true, params: None };
+        (Input::Ask { ask, happenings, accepted }, client)
+    }
+
+    #[test]
+    fn a_client_that_left_ends_its_own_request_and_not_the_next_of_that_name() {
+        let mut engine = running();
+        let (first, client) = ask();
+        engine.take(first);
+        let order = engine.core.next_step().unwrap();
+        engine.core.step_done(order.step, &[Some(5)]);
+        engine.tell_clients();
+        assert_eq!(engine.core.request_count(), 0);
+        // It leaves without having read its answer; before that is heard, another takes the name.
+        drop(client);
+        let (second, mut other) = ask();
+        engine.take(second);
+        engine.take(Input::Left(id()));
+        assert_eq!((engine.core.request_count(), engine.core.stats().aborted), (1, 0));
+        other.close();
+        engine.take(Input::Left(id()));
+        assert_eq!((engine.core.request_count(), engine.core.stats().aborted), (0, 1));
+        engine.take(Input::Left(id()));
+        assert_eq!(engine.core.stats().stray_aborts, 1);
+    }
+
+    #[test]
+    fn a_client_that_comes_back_is_heard_after_it_left() {
+        let mut engine = running();
+        let (first, client) = ask();
+        engine.take(first);
+        drop(client);
+        let (second, mut again) = ask();
+        let mut batch =
+            vec![Input::Worker { rank: 0, message: FromWorker::Nudge }, Input::Left(id()), second];
+        clients_first(&mut batch);
+        assert!(matches!(batch[2], Input::Worker { .. }));
+        for input in batch {
+            engine.take(input);
+        }
+        engine.tell_clients();
+        assert_eq!(again.try_recv(), Ok(Happening::Queued));
+        assert_eq!(engine.core.request_count(), 1);
     }
 }

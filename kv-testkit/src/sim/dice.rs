@@ -46,10 +46,15 @@ mod tests {
 
     #[test]
     fn the_same_seed_falls_the_same_way() {
-        let throw = |seed| (0..50).map(|_| 0).fold((Dice::new(seed), Vec::new()), |(mut d, mut v), _| {
-            v.push(d.between(3, 9));
-            (d, v)
-        }).1;
+        let throw = |seed| {
+            (0..50)
+                .map(|_| 0)
+                .fold((Dice::new(seed), Vec::new()), |(mut d, mut v), _| {
+                    v.push(d.between(3, 9));
+                    (d, v)
+                })
+                .1
+        };
         assert_eq!(throw(5), throw(5));
         assert_ne!(throw(5), throw(6));
         assert!(throw(5).iter().all(|n| (3..=9).contains(n)));

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
 use kv_proto::{
-    BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint, Incarnation, LoadId,
-    Plan, PullEnd, Rank, RegionKind, RegionLayout, Report, RequestId, Topology, TransferParams,
+    BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint, Incarnation,
+    LoadId, Plan, PullEnd, Rank, RegionKind, RegionLayout, Report, RequestId, Topology, TransferParams,
 };
 use kv_sched::{HoldId, LoadResult, RequestEnd, Role as Task, SchedConfig, SchedEvent, Scheduler, Verdict};
 use serde_json::{Value, json};
@@ -187,7 +187,8 @@ impl World {
                 }],
             })
             .collect();
-        engine.card = Some(EngineCard { engine: id.clone(), incarnation, topology, workers, renew_every_ms: 100 });
+        engine.card =
+            Some(EngineCard { engine: id.clone(), incarnation, topology, workers, renew_every_ms: 100 });
         let config = SchedConfig {
             engine: id.clone(),
             incarnation,
@@ -207,7 +208,9 @@ impl World {
         };
         engine.scheduler = Scheduler::new(config).ok();
         engine.workers = (0..engine.ranks)
-            .map(|rank| WorkerNode::new(id.clone(), incarnation, rank, topology, layout.clone(), fingerprint.clone()))
+            .map(|rank| {
+                WorkerNode::new(id.clone(), incarnation, rank, topology, layout.clone(), fingerprint.clone())
+            })
             .collect();
     }
 
@@ -238,7 +241,11 @@ impl World {
     pub(super) fn request_at_d(&mut self, index: usize, request: usize, params: &Value, copy: u32) {
         self.tell(|| format!("request {request} reaches D {index}{}", if copy > 0 { " again" } else { "" }));
         // A retry to the same consumer may come under the same name, while the first is still there.
-        let id = if copy > 0 && self.dice.chance(500) { format!("r{request}-{copy}") } else { format!("r{request}") };
+        let id = if copy > 0 && self.dice.chance(500) {
+            format!("r{request}-{copy}")
+        } else {
+            format!("r{request}")
+        };
         self.arrive(index, request, id.clone(), params);
         if self.strikes(FaultKind::ClientGone) {
             let life = self.engines[index].life;
@@ -277,8 +284,14 @@ impl World {
             Ok(task) => {
                 // A changed prompt that was accepted stands for content that this world does not know.
                 let prompt = if changed && task == Task::Consumer { prompt + 5_000 } else { prompt };
-                let request =
-                    Request { prompt, task, stage: Stage::Waiting, blocks: Vec::new(), local_blocks: 0, announced_at: None };
+                let request = Request {
+                    prompt,
+                    task,
+                    stage: Stage::Waiting,
+                    blocks: Vec::new(),
+                    local_blocks: 0,
+                    announced_at: None,
+                };
                 engine.requests.insert(id, request);
             }
             Err(error) => self.tell(|| format!("engine {index} refuses {id}: {error}")),
@@ -367,8 +380,11 @@ impl World {
         }
         // A consumer finds a part of the prompt in its own cache now and then, up to the whole of it.
         let full = tokens / BLOCK_TOKENS;
-        let cached =
-            if request.task == Task::Consumer && self.dice.chance(300) { self.dice.between(0, u64::from(full)) as u32 } else { 0 };
+        let cached = if request.task == Task::Consumer && self.dice.chance(300) {
+            self.dice.between(0, u64::from(full)) as u32
+        } else {
+            0
+        };
         let local_tokens = cached * BLOCK_TOKENS;
         let engine = &mut self.engines[index];
         let Some(scheduler) = &mut engine.scheduler else { return };
@@ -509,7 +525,8 @@ impl World {
                     }
                     if self.canary == Some(Canary::PairedFromTail) && group.first > 0 {
                         // Shorter lists are matched at their ends only if both end together; here one does not.
-                        let shifted: Vec<BlockId> = group.remote.iter().map(|b| BlockId(b.0.saturating_sub(1))).collect();
+                        let shifted: Vec<BlockId> =
+                            group.remote.iter().map(|b| BlockId(b.0.saturating_sub(1))).collect();
                         group.remote = shifted.into_iter().collect();
                     }
                 }
@@ -616,7 +633,8 @@ impl World {
             return self.violate(Invariant::EndsOnce, format!("a load of {id} ends, which is not there"));
         };
         if request.stage != Stage::Loading {
-            return self.violate(Invariant::EndsOnce, format!("a load of {id} ends, which is {:?}", request.stage));
+            return self
+                .violate(Invariant::EndsOnce, format!("a load of {id} ends, which is {:?}", request.stage));
         }
         self.tell(|| format!("the load of {id} on D {index} ends: {}", short(&result)));
         let taken_as_good = self.has(Canary::FailedTakenAsLoaded);

@@ -283,7 +283,10 @@ impl World {
                 let offer = self.granted(link.producer, lease).unwrap_or(offer);
                 WorkerMessage::ReadDone { lease, attempt, offer }
             }
-            (Some(Canary::IncarnationIgnored), WorkerMessage::Hello { version, engine, incarnation, rank, topology, to_rank, .. }) => {
+            (
+                Some(Canary::IncarnationIgnored),
+                WorkerMessage::Hello { version, engine, incarnation, rank, topology, to_rank, .. },
+            ) => {
                 let to = self.life_of(link.producer).unwrap_or(incarnation);
                 WorkerMessage::Hello { version, engine, incarnation, rank, topology, to, to_rank }
             }

@@ -127,7 +127,9 @@ impl World {
         if tag != Some(read.load) {
             let what = format!(
                 "the read of {} writes block {} of D {}, which belongs to {tag:?} now",
-                read.load, cell % size, read.to.engine
+                read.load,
+                cell % size,
+                read.to.engine
             );
             self.violate(Invariant::Quiet, what);
         }
@@ -154,7 +156,16 @@ impl World {
         if let Some(until) = self.stands_still(to) {
             self.reads.insert(
                 id,
-                Read { to, from: to, load, link: 0, todo: Vec::new(), pace: MS, doom: result.err(), told: false },
+                Read {
+                    to,
+                    from: to,
+                    load,
+                    link: 0,
+                    todo: Vec::new(),
+                    pace: MS,
+                    doom: result.err(),
+                    told: false,
+                },
             );
             return self.at(until, Event::ReadEnd { read: id });
         }
@@ -162,7 +173,8 @@ impl World {
     }
 
     pub(super) fn fail_reads_over(&mut self, link: u64) {
-        let over: Vec<u64> = self.reads.iter().filter(|(_, r)| r.link == link && !r.told).map(|(id, _)| *id).collect();
+        let over: Vec<u64> =
+            self.reads.iter().filter(|(_, r)| r.link == link && !r.told).map(|(id, _)| *id).collect();
         for id in over {
             if let Some(read) = self.reads.get_mut(&id) {
                 read.doom.get_or_insert(Failure::new(LoadFailure::PeerLost, "connection lost"));
@@ -172,8 +184,12 @@ impl World {
     }
 
     pub(super) fn cancel_read(&mut self, at: WorkerAt, load: LoadId) {
-        let ids: Vec<u64> =
-            self.reads.iter().filter(|(_, r)| r.to == at && r.load == load && !r.told).map(|(id, _)| *id).collect();
+        let ids: Vec<u64> = self
+            .reads
+            .iter()
+            .filter(|(_, r)| r.to == at && r.load == load && !r.told)
+            .map(|(id, _)| *id)
+            .collect();
         for id in ids {
             if let Some(read) = self.reads.get_mut(&id) {
                 read.doom.get_or_insert(Failure::new(LoadFailure::Cancelled, "cancelled"));
@@ -183,5 +199,4 @@ impl World {
             self.after(wait, Event::ReadEnd { read: id });
         }
     }
-
 }

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use kv_proto::message::WorkerMessage;
 use kv_proto::{
-    Attempt, BlockLayout, EngineId, Fingerprint, Incarnation, LeaseId, LoadId, OfferDigest, Plan, ProducerOrder, Rank, Topology,
+    Attempt, BlockLayout, EngineId, Fingerprint, Incarnation, LeaseId, LoadId, OfferDigest, Plan,
+    ProducerOrder, Rank, Topology,
 };
 use kv_transport::RegionId;
 use kv_worker::machine::io::{Decision, Fact};

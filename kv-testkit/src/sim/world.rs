@@ -341,11 +341,15 @@ impl World {
     fn happen(&mut self, event: Event) {
         match event {
             Event::RequestAtP { request } => self.request_at_p(request),
-            Event::RequestAtD { engine, request, params, copy } => self.request_at_d(engine, request, &params, copy),
+            Event::RequestAtD { engine, request, params, copy } => {
+                self.request_at_d(engine, request, &params, copy)
+            }
             Event::ParamsAtRouter { request, params } => self.params_at_router(request, &params),
             Event::Tick { engine, life } => self.tick(engine, life),
             Event::PlanAtWorker { at, plan } => self.plan_at_worker(at, &plan),
-            Event::ReportAtScheduler { engine, life, report } => self.report_at_scheduler(engine, life, &report),
+            Event::ReportAtScheduler { engine, life, report } => {
+                self.report_at_scheduler(engine, life, &report)
+            }
             Event::HandshakeAtP { from, peer, query } => self.handshake_at_p(from, peer, query),
             Event::HandshakeAtD { to, peer, result } => self.handshake_at_d(to, peer, result),
             Event::LinkAtP { link } => self.link_at_p(link),

@@ -65,15 +65,27 @@ pub struct ReaderEnding {
     pub ending: Ending,
     /// How many readers this reader's consumer has on this rank, from the two topologies.
     pub expected: u32,
-    /// The offer that it read, as it reached the reader; `None` for a release.
-    pub offer: Option<OfferDigest>,
+    /// The offer that it read, or will not read, as it reached the reader.
+    pub offer: OfferDigest,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Lease {
-    Announced { early: BTreeSet<ReaderEnding> },
-    Held { offer: OfferDigest, expires: Moment, renewal: Duration, latest: Moment, ends: BTreeMap<Reader, (Attempt, Ending)> },
-    Ended { confirmed: BTreeSet<(Reader, Attempt)>, forget_at: Moment },
+    /// Endings that came early, in the order in which they came.
+    Announced {
+        early: Vec<ReaderEnding>,
+    },
+    Held {
+        offer: OfferDigest,
+        expires: Moment,
+        renewal: Duration,
+        latest: Moment,
+        ends: BTreeMap<Reader, (Attempt, Ending)>,
+    },
+    Ended {
+        confirmed: BTreeSet<(Reader, Attempt, OfferDigest)>,
+        forget_at: Moment,
+    },
 }
 
 /// Most early endings kept for one announced lease; a consumer has as many as it has readers here.
@@ -92,7 +104,7 @@ pub struct LedgerStats {
     pub early: u64,
     /// Endings that were known already, or of leases that were not.
     pub strays: u64,
-    /// `ReadDone` for an offer that was not made: parameters were changed on the way.
+    /// Endings for an offer that was not made: parameters were changed on the way.
     pub foreign_offers: u64,
     /// Leases that ended by time.
     pub expired: u64,
@@ -169,7 +181,7 @@ impl Ledger {
     /// The request that may become this lease begins. Leases are announced in the order of their ids.
     pub fn announce(&mut self, lease: LeaseId) {
         if self.is_new(lease) {
-            self.leases.insert(lease, Lease::Announced { early: BTreeSet::new() });
+            self.leases.insert(lease, Lease::Announced { early: Vec::new() });
         }
     }
 
@@ -177,7 +189,7 @@ impl Ledger {
     pub fn grant(&mut self, now: Moment, lease: LeaseId, terms: LeaseTerms, offer: OfferDigest) {
         let early = match self.leases.remove(&lease) {
             Some(Lease::Announced { early }) => early,
-            None if self.is_new(lease) => BTreeSet::new(),
+            None if self.is_new(lease) => Vec::new(),
             // A lease is granted once, or "held now" would not mean "held throughout". A second grant, also of one
             // that is forgotten here, is the own scheduler's mistake and changes nothing.
             None => return,
@@ -218,7 +230,7 @@ impl Ledger {
     /// A reader ends a lease. The answer is for a `ReadDone`; `None` means that it comes later, when the lease is
     /// granted or forgotten.
     pub fn ending(&mut self, now: Moment, lease: LeaseId, ending: ReaderEnding) -> Option<Answer> {
-        let ReaderEnding { reader, attempt, ending: how, expected, offer: read } = ending;
+        let ReaderEnding { reader, attempt, ending: how, expected, offer: named } = ending;
         match self.leases.get_mut(&lease) {
             None => {
                 self.stats.strays += 1;
@@ -226,8 +238,10 @@ impl Ledger {
             }
             Some(Lease::Announced { early }) => {
                 self.stats.early += 1;
-                if early.len() < EARLY_MAX {
-                    early.insert(ending);
+                if early.contains(&ending) {
+                    None
+                } else if early.len() < EARLY_MAX {
+                    early.push(ending);
                     None
                 } else {
                     Some(self.lapse(how))
@@ -235,15 +249,15 @@ impl Ledger {
             }
             Some(Lease::Ended { confirmed, .. }) => {
                 self.stats.strays += 1;
-                if confirmed.contains(&(reader, attempt)) {
+                if confirmed.contains(&(reader, attempt, named)) {
                     Some(Answer::Confirmed)
                 } else {
                     Some(self.lapse(how))
                 }
             }
             Some(Lease::Held { offer, ends, .. }) => {
-                if how == Ending::ReadDone && read != Some(*offer) {
-                    // It read something else than was offered, so it has not read what this lease is about.
+                if named != *offer {
+                    // It speaks of something else than was offered. Who guesses a lease's number ends nothing.
                     self.stats.foreign_offers += 1;
                     return Some(self.lapse(how));
                 }
@@ -283,18 +297,23 @@ impl Ledger {
     }
 
     fn end(&mut self, now: Moment, lease: LeaseId, end: LeaseEnd) {
-        let Some(Lease::Held { expires, ends, .. }) = self.leases.remove(&lease) else { return };
+        let Some(Lease::Held { offer, expires, ends, .. }) = self.leases.remove(&lease) else { return };
         self.timers.clear(expires, lease);
         let confirmed = ends
             .into_iter()
             .filter(|(_, (_, how))| *how == Ending::ReadDone)
-            .map(|(reader, (attempt, _))| (reader, attempt))
+            .map(|(reader, (attempt, _))| (reader, attempt, offer))
             .collect();
         self.ended.push((lease, end));
         self.remember_end(now, lease, confirmed);
     }
 
-    fn remember_end(&mut self, now: Moment, lease: LeaseId, confirmed: BTreeSet<(Reader, Attempt)>) {
+    fn remember_end(
+        &mut self,
+        now: Moment,
+        lease: LeaseId,
+        confirmed: BTreeSet<(Reader, Attempt, OfferDigest)>,
+    ) {
         let forget_at = now + self.remember;
         self.timers.set(forget_at, lease);
         self.leases.insert(lease, Lease::Ended { confirmed, forget_at });

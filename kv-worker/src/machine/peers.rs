@@ -18,8 +18,8 @@ use std::time::Duration;
 use kv_proto::handshake::{EngineCard, Query};
 use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, WorkerMessage};
 use kv_proto::{
-    Attempt, BlockLayout, LeaseId, LoadFailure, Moment, PROTOCOL_VERSION, PeerLocator, Rank, ReleaseReason,
-    Timers,
+    Attempt, BlockLayout, LeaseId, LoadFailure, Moment, OfferDigest, PROTOCOL_VERSION, PeerLocator, Rank,
+    ReleaseReason, Timers,
 };
 use kv_transport::{Address, RegionKey};
 
@@ -66,10 +66,10 @@ struct Peer {
     /// Failures since it was last ready for a while.
     failures: u32,
     /// Leases to renew.
-    leases: BTreeSet<LeaseId>,
+    leases: BTreeSet<(LeaseId, OfferDigest)>,
     renew_at: Option<Moment>,
     /// Releases to be told when it is ready.
-    releases: BTreeMap<(LeaseId, Attempt), ReleaseReason>,
+    releases: BTreeMap<(LeaseId, OfferDigest, Attempt), ReleaseReason>,
     /// Pulls that need it.
     users: u32,
     /// When it was last asked for.
@@ -244,17 +244,19 @@ impl Peers {
     }
 
     /// A lease is to be renewed until it is untracked.
+    #[allow(clippy::too_many_arguments)] // What a lease is named by, with time, configuration and output.
     pub fn track(
         &mut self,
         now: Moment,
         config: &WorkerConfig,
         locator: &PeerLocator,
         lease: LeaseId,
+        offer: OfferDigest,
         out: &mut Vec<Decision>,
     ) {
         let key = self.want(now, config, locator, out);
         let Some(peer) = self.peers.get_mut(&key) else { return };
-        peer.leases.insert(lease);
+        peer.leases.insert((lease, offer));
         if let (State::Ready { remote, .. }, None) = (&peer.state, peer.renew_at) {
             let at = now + remote.pace(config);
             peer.renew_at = Some(at);
@@ -263,13 +265,14 @@ impl Peers {
     }
 
     /// A lease is renewed no more.
-    pub fn untrack(&mut self, locator: &PeerLocator, lease: LeaseId) {
+    pub fn untrack(&mut self, locator: &PeerLocator, lease: LeaseId, offer: OfferDigest) {
         if let Some(peer) = self.peers.get_mut(locator) {
-            peer.leases.remove(&lease);
+            peer.leases.remove(&(lease, offer));
         }
     }
 
-    /// Tells a producer that a lease will not be read, now or as soon as it can be reached.
+    /// Tells a producer that a lease will not be read, now or as soon as it can be reached. `link_is_lost`: the
+    /// connection that is taken for good is known to be gone.
     #[allow(clippy::too_many_arguments)] // What a release consists of, with time, configuration and output.
     pub fn release(
         &mut self,
@@ -277,24 +280,28 @@ impl Peers {
         config: &WorkerConfig,
         locator: &PeerLocator,
         lease: LeaseId,
+        offer: OfferDigest,
         attempt: Attempt,
         reason: ReleaseReason,
+        link_is_lost: bool,
         out: &mut Vec<Decision>,
     ) {
         let key = self.want(now, config, locator, out);
         let Some(peer) = self.peers.get_mut(&key) else { return };
-        peer.leases.remove(&lease);
+        peer.leases.remove(&(lease, offer));
         match &peer.state {
-            State::Ready { link, .. } => {
-                out.push(Decision::Send {
-                    link: *link,
-                    message: WorkerMessage::Release { lease, attempt, reason },
-                });
+            State::Ready { link, .. } if !link_is_lost => {
+                let message = WorkerMessage::Release { lease, attempt, offer, reason };
+                out.push(Decision::Send { link: *link, message });
             }
             // It cannot be told, and its lease ends by time.
             State::Failed { .. } => self.stats.releases_dropped += 1,
-            State::Dialling { .. } | State::Connecting { .. } | State::Greeting { .. } => {
-                peer.releases.insert((lease, attempt), reason);
+            // A read ends before its connection's loss is told, so a release that follows from it waits for the next.
+            State::Ready { .. }
+            | State::Dialling { .. }
+            | State::Connecting { .. }
+            | State::Greeting { .. } => {
+                peer.releases.insert((lease, offer, attempt), reason);
             }
         }
     }
@@ -503,8 +510,9 @@ impl Peers {
             (State::Ready { .. }, Some(WorkerMessage::NotHeld { leases }))
                 if leases.len() <= LEASES_PER_MESSAGE_MAX =>
             {
-                for lease in &leases {
-                    self.untrack(&key, *lease);
+                let over: BTreeSet<LeaseId> = leases.iter().copied().collect();
+                if let Some(peer) = self.peers.get_mut(&key) {
+                    peer.leases.retain(|(lease, _)| !over.contains(lease));
                 }
                 Some(Change::NotHeld(key, leases))
             }
@@ -537,8 +545,11 @@ impl Peers {
         let idle_at = now + config.limits.peer_idle;
         peer.state = State::Ready { link, remote: remote.clone(), since: now, idle_at };
         self.timers.set(idle_at, TimerKey::State(key.clone()));
-        for ((lease, attempt), reason) in std::mem::take(&mut peer.releases) {
-            out.push(Decision::Send { link, message: WorkerMessage::Release { lease, attempt, reason } });
+        for ((lease, offer, attempt), reason) in std::mem::take(&mut peer.releases) {
+            out.push(Decision::Send {
+                link,
+                message: WorkerMessage::Release { lease, attempt, offer, reason },
+            });
         }
         self.stats.ready += 1;
         self.renew(now, config, key, out);
@@ -552,7 +563,8 @@ impl Peers {
         if peer.leases.is_empty() {
             return;
         }
-        let all: Vec<LeaseId> = peer.leases.iter().copied().collect();
+        let mut all: Vec<LeaseId> = peer.leases.iter().map(|(lease, _)| *lease).collect();
+        all.dedup();
         for leases in all.chunks(LEASES_PER_MESSAGE_MAX) {
             self.stats.renewals += 1;
             out.push(Decision::Send { link, message: WorkerMessage::Renew { leases: leases.to_vec() } });

@@ -110,14 +110,24 @@ impl Pulls {
     ) {
         for order in plan.consumer {
             match order {
-                ConsumerOrder::Track { lease, peer } => {
-                    self.peers.track(now, config, &peer, lease.lease, out);
+                ConsumerOrder::Track { lease, offer, peer } => {
+                    self.peers.track(now, config, &peer, lease.lease, offer, out);
                 }
                 ConsumerOrder::Load { load, lease, offer, peer, groups } => {
                     self.load(now, config, local, load, lease, offer, &peer, groups, out);
                 }
-                ConsumerOrder::Release { lease, peer, reason } => {
-                    self.peers.release(now, config, &peer, lease.lease, Attempt(0), reason, out);
+                ConsumerOrder::Release { lease, offer, peer, reason } => {
+                    self.peers.release(
+                        now,
+                        config,
+                        &peer,
+                        lease.lease,
+                        offer,
+                        Attempt(0),
+                        reason,
+                        false,
+                        out,
+                    );
                 }
                 ConsumerOrder::Cancel { load } => self.cancel(now, config, load, out),
                 _ => {}
@@ -144,7 +154,7 @@ impl Pulls {
         }
         self.next = load.0.saturating_add(1);
         let key = self.peers.acquire(now, config, peer, out);
-        self.peers.track(now, config, peer, lease.lease, out);
+        self.peers.track(now, config, peer, lease.lease, offer, out);
         let until = now + config.limits.peer_wait;
         let state = State::Waiting { groups, until };
         self.set(load, until);
@@ -216,7 +226,9 @@ impl Pulls {
                 LoadFailure::Cancelled => ReleaseReason::Aborted,
                 _ => ReleaseReason::LoadFailed,
             };
-            self.peers.release(now, config, &pull.peer, pull.lease, Attempt(load.0), reason, out);
+            let (attempt, lost) = (Attempt(load.0), failure.reason == LoadFailure::PeerLost);
+            let (peer, lease, offer) = (&pull.peer, pull.lease, pull.offer);
+            self.peers.release(now, config, peer, lease, offer, attempt, reason, lost, out);
         }
         self.ended.push((load, PullEnd::Failed { reason: failure.reason, detail: failure.detail }));
     }
@@ -231,7 +243,7 @@ impl Pulls {
             }
         }
         if !self.is_shared(&pull) {
-            self.peers.untrack(&pull.peer, pull.lease);
+            self.peers.untrack(&pull.peer, pull.lease, pull.offer);
         }
         self.peers.let_go(&pull.peer);
         Some(pull)
@@ -240,7 +252,8 @@ impl Pulls {
     /// Whether another pull reads under the lease of one that has ended. A router that tries again brings the same
     /// offer twice; the lease is then renewed until the last of the pulls has ended, and only that one gives it back.
     fn is_shared(&self, ended: &Pull) -> bool {
-        self.pulls.values().any(|other| other.lease == ended.lease && other.peer == ended.peer)
+        let of = |pull: &Pull| (pull.lease, pull.offer);
+        self.pulls.values().any(|other| of(other) == of(ended) && other.peer == ended.peer)
     }
 
     fn cancel(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, out: &mut Vec<Decision>) {
@@ -287,7 +300,8 @@ impl Pulls {
     fn ask(&self, load: LoadId, out: &mut Vec<Decision>) {
         let Some(pull) = self.pulls.get(&load) else { return };
         if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
-            let message = WorkerMessage::ReadDone { lease: pull.lease, attempt: Attempt(load.0), offer: pull.offer };
+            let message =
+                WorkerMessage::ReadDone { lease: pull.lease, attempt: Attempt(load.0), offer: pull.offer };
             out.push(Decision::Send { link, message });
         }
     }
@@ -384,7 +398,9 @@ impl Pulls {
         let all: Vec<LoadId> = self.pulls.keys().copied().collect();
         for load in all {
             match self.pulls.get_mut(&load).map(|pull| &mut pull.state) {
-                Some(State::Waiting { .. } | State::Confirming { .. }) => self.fail(now, config, load, closed(), out),
+                Some(State::Waiting { .. } | State::Confirming { .. }) => {
+                    self.fail(now, config, load, closed(), out)
+                }
                 Some(State::Reading { doomed, .. }) => {
                     doomed.get_or_insert_with(closed);
                     out.push(Decision::CancelRead { load });

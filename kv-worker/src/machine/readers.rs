@@ -71,7 +71,9 @@ impl Readers {
         for order in &plan.producer {
             match order {
                 ProducerOrder::Announce { lease } => self.ledger.announce(*lease),
-                ProducerOrder::Grant { lease, terms, offer } => self.ledger.grant(now, *lease, *terms, *offer),
+                ProducerOrder::Grant { lease, terms, offer } => {
+                    self.ledger.grant(now, *lease, *terms, *offer)
+                }
                 ProducerOrder::Forget { lease } => self.ledger.forget(now, *lease),
                 _ => {}
             }
@@ -163,14 +165,13 @@ impl Readers {
                 }
             }
             (Link::Greeted { reader, expected }, WorkerMessage::ReadDone { lease, attempt, offer }) => {
-                let ending =
-                    ReaderEnding { reader, attempt, ending: Ending::ReadDone, expected, offer: Some(offer) };
+                let ending = ReaderEnding { reader, attempt, ending: Ending::ReadDone, expected, offer };
                 if let Some(answer) = self.ledger.ending(now, lease, ending) {
                     out.push(Decision::Send { link, message: told(lease, attempt, answer) });
                 }
             }
-            (Link::Greeted { reader, expected }, WorkerMessage::Release { lease, attempt, .. }) => {
-                let ending = ReaderEnding { reader, attempt, ending: Ending::Released, expected, offer: None };
+            (Link::Greeted { reader, expected }, WorkerMessage::Release { lease, attempt, offer, .. }) => {
+                let ending = ReaderEnding { reader, attempt, ending: Ending::Released, expected, offer };
                 // A release is not answered.
                 let _ = self.ledger.ending(now, lease, ending);
             }

@@ -11,9 +11,9 @@ use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
 use kv_proto::message::WorkerMessage;
 use kv_proto::{
     Attempt, BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint,
-    GroupBlocks, Incarnation, LeaseId, LeaseRef, LeaseTerms, LoadFailure, LoadId, Moment, OfferDigest, PROTOCOL_VERSION,
-    PeerLocator, Plan, ProducerOrder, PullEnd, Rank, RegionKind, RegionLayout, ReleaseReason, Report,
-    Topology,
+    GroupBlocks, Incarnation, LeaseId, LeaseRef, LeaseTerms, LoadFailure, LoadId, Moment, OfferDigest,
+    PROTOCOL_VERSION, PeerLocator, Plan, ProducerOrder, PullEnd, Rank, RegionKind, RegionLayout,
+    ReleaseReason, Report, Topology,
 };
 use kv_transport::RegionId;
 use kv_worker::machine::io::{Decision, Fact, LinkId};
@@ -120,7 +120,13 @@ pub(crate) fn card(n: u64) -> Box<EngineCard> {
             keys: vec![vec![n as u8 + 1].into()],
         }],
     };
-    Box::new(EngineCard { engine: engine("p"), incarnation: life(n), topology, workers: vec![worker], renew_every_ms: 0 })
+    Box::new(EngineCard {
+        engine: engine("p"),
+        incarnation: life(n),
+        topology,
+        workers: vec![worker],
+        renew_every_ms: 0,
+    })
 }
 
 pub(crate) fn list(ids: &[u32]) -> BlockList {
@@ -136,16 +142,22 @@ pub(crate) fn lease_of(n: u64, lease: u64) -> LeaseRef {
 }
 
 pub(crate) fn track(n: u64, lease: u64) -> ConsumerOrder {
-    ConsumerOrder::Track { lease: lease_of(n, lease), peer: (*peer(n)).clone() }
+    ConsumerOrder::Track { lease: lease_of(n, lease), offer: OFFER, peer: (*peer(n)).clone() }
 }
 
 pub(crate) fn load(n: u64, lease: u64, load: u64) -> ConsumerOrder {
     let groups = groups(&[1, 2], &[8, 9]);
-    ConsumerOrder::Load { load: LoadId(load), lease: lease_of(n, lease), offer: OFFER, peer: (*peer(n)).clone(), groups }
+    ConsumerOrder::Load {
+        load: LoadId(load),
+        lease: lease_of(n, lease),
+        offer: OFFER,
+        peer: (*peer(n)).clone(),
+        groups,
+    }
 }
 
 pub(crate) fn release(n: u64, lease: u64, reason: ReleaseReason) -> ConsumerOrder {
-    ConsumerOrder::Release { lease: lease_of(n, lease), peer: (*peer(n)).clone(), reason }
+    ConsumerOrder::Release { lease: lease_of(n, lease), offer: OFFER, peer: (*peer(n)).clone(), reason }
 }
 
 pub(crate) fn cancel(load: u64) -> ConsumerOrder {
@@ -199,7 +211,7 @@ pub(crate) fn lapsed(lease: u64, attempt: u64) -> WorkerMessage {
 
 pub(crate) fn released(lease: u64, attempt: u64) -> WorkerMessage {
     let reason = ReleaseReason::Aborted;
-    WorkerMessage::Release { lease: LeaseId(lease), attempt: Attempt(attempt), reason }
+    WorkerMessage::Release { lease: LeaseId(lease), attempt: Attempt(attempt), offer: OFFER, reason }
 }
 
 pub(crate) fn leases(ids: &[u64]) -> Vec<LeaseId> {
@@ -223,7 +235,7 @@ fn message_line(message: &WorkerMessage) -> String {
         WorkerMessage::ReadDone { lease, attempt, .. } => format!("read done {}/{}", lease.0, attempt.0),
         WorkerMessage::Confirmed { lease, attempt } => format!("confirmed {}/{}", lease.0, attempt.0),
         WorkerMessage::Lapsed { lease, attempt } => format!("lapsed {}/{}", lease.0, attempt.0),
-        WorkerMessage::Release { lease, attempt, reason } => {
+        WorkerMessage::Release { lease, attempt, reason, .. } => {
             format!("release {}/{} {}", lease.0, attempt.0, reason.name())
         }
         other => format!("{other:?}"),
