@@ -83,21 +83,20 @@ fn plan() -> impl Strategy<Value = Plan> {
         }),
         lease_id().prop_map(|lease| ProducerOrder::Forget { lease }),
     ];
-    let consumer =
-        prop_oneof![
-            (lease(), peer()).prop_map(|(lease, peer)| ConsumerOrder::Track {
-                lease,
-                offer: common::offer(),
-                peer
-            }),
-            (load(), lease(), peer(), vec(group(), 0..3)).prop_map(|(load, lease, peer, groups)| {
-                ConsumerOrder::Load { load, lease, offer: common::offer(), peer, groups }
-            }),
-            (lease(), peer(), select(&RELEASES[..])).prop_map(|(lease, peer, reason)| {
-                ConsumerOrder::Release { lease, offer: common::offer(), peer, reason }
-            }),
-            load().prop_map(|load| ConsumerOrder::Cancel { load }),
-        ];
+    let consumer = prop_oneof![
+        (lease(), peer()).prop_map(|(lease, peer)| ConsumerOrder::Track {
+            lease,
+            offer: common::offer(),
+            peer
+        }),
+        (load(), lease(), peer(), vec(group(), 0..3)).prop_map(|(load, lease, peer, groups)| {
+            ConsumerOrder::Load { load, lease, offer: common::offer(), peer, groups }
+        }),
+        (lease(), peer(), select(&RELEASES[..])).prop_map(|(lease, peer, reason)| {
+            ConsumerOrder::Release { lease, offer: common::offer(), peer, reason }
+        }),
+        load().prop_map(|load| ConsumerOrder::Cancel { load }),
+    ];
     (vec(producer, 0..5), vec(consumer, 0..5)).prop_map(|(producer, consumer)| Plan { producer, consumer })
 }
 
@@ -428,7 +427,8 @@ fn fields_that_an_earlier_version_lacks_take_their_defaults() {
 #[test]
 fn reasons_of_a_later_version_are_understood_as_other() {
     let of = |value: Value| rmp_serde::to_vec_named(&value).unwrap();
-    let release = json!({"release": {"lease": 1, "attempt": 0, "offer": [1, 2], "reason": "of_a_later_version"}});
+    let release =
+        json!({"release": {"lease": 1, "attempt": 0, "offer": [1, 2], "reason": "of_a_later_version"}});
     let Ok(WorkerMessage::Release { reason, .. }) = WorkerMessage::decode(&of(release)) else {
         panic!("refused")
     };

@@ -16,48 +16,26 @@ fn told(name: &str, found: &Found) {
     );
 }
 
-fn assert_clean(name: &str, bounds: Bounds) {
-    let found = explore(bounds, None);
-    told(name, &found);
+/// Nothing but the two engines and time: small enough for every test run.
+const QUIET: Bounds =
+    Bounds { losses: 0, repeats: 0, aborts: 0, crashes: 0, jumps: 1, states: 6_000, ..Bounds::small() };
+
+#[test]
+fn no_order_of_events_breaks_a_promise() {
+    let found = explore(QUIET, None);
+    told("one request, one rank", &found);
     if let Some((story, what)) = &found.violation {
-        panic!("{name}: {what}\n  {}", story.join("\n  "));
+        panic!("{what}\n  {}", story.join("\n  "));
     }
-    assert!(found.loaded > 0 && found.failed > 0, "{name}: the model shows too little");
-}
-
-#[test]
-fn one_request_one_rank() {
-    assert_clean("one request, one rank", Bounds { states: 30_000, ..Bounds::small() });
-}
-
-#[test]
-fn one_request_two_ranks() {
-    let bounds =
-        Bounds { ranks: 2, losses: 0, repeats: 0, aborts: 0, jumps: 1, states: 15_000, ..Bounds::small() };
-    assert_clean("one request, two ranks", bounds);
-}
-
-#[test]
-fn two_requests() {
-    let bounds = Bounds {
-        requests: 2,
-        repeats: 0,
-        jumps: 1,
-        aborts: 1,
-        crashes: 0,
-        states: 15_000,
-        ..Bounds::small()
-    };
-    assert_clean("two requests, one rank", bounds);
+    assert!(found.loaded > 0, "a model in which no load ends well shows nothing");
 }
 
 #[test]
 fn a_missing_guard_is_found_by_a_shortest_story() {
     let cases = [
-        (Mutant::NoConfirmation, Bounds::small()),
-        (Mutant::FreedAtFinish, Bounds::small()),
-        (Mutant::FreedOnAbort, Bounds::small()),
-        (Mutant::FreedByFirstRank, Bounds { ranks: 2, losses: 0, repeats: 0, ..Bounds::small() }),
+        (Mutant::NoConfirmation, QUIET),
+        (Mutant::FreedAtFinish, QUIET),
+        (Mutant::FreedOnAbort, Bounds { aborts: 1, jumps: 0, ..QUIET }),
     ];
     for (mutant, bounds) in cases {
         let found = explore(bounds, Some(mutant));

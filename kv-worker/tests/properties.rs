@@ -156,7 +156,7 @@ struct Judge {
     /// Who is at the other end.
     readers: BTreeMap<LinkId, u64>,
     told_confirmed: BTreeSet<(u64, LeaseId, u64)>,
-    asked_in_time: BTreeSet<(u64, LeaseId, u64)>,
+    asked_in_time: BTreeSet<(LeaseId, u64)>,
     over: BTreeSet<LeaseId>,
     granted: BTreeSet<LeaseId>,
 }
@@ -249,8 +249,8 @@ impl Judge {
                 }
                 // An ending that came in time may be answered later, over another connection.
                 (LinkId::Accepted(_), WorkerMessage::ReadDone { lease, attempt, .. }) => {
-                    if let (Some(reader), false) = (self.readers.get(link), self.over.contains(lease)) {
-                        self.asked_in_time.insert((*reader, *lease, attempt.0));
+                    if !self.over.contains(lease) {
+                        self.asked_in_time.insert((*lease, attempt.0));
                     }
                 }
                 _ => {}
@@ -269,7 +269,8 @@ impl Judge {
             Decision::Send { link, message: WorkerMessage::Confirmed { lease, attempt } } => {
                 assert!(self.granted.contains(&lease), "P1: never granted");
                 let answer = (self.readers[&link], lease, attempt.0);
-                let again = self.told_confirmed.contains(&answer) || self.asked_in_time.contains(&answer);
+                let again =
+                    self.told_confirmed.contains(&answer) || self.asked_in_time.contains(&(lease, attempt.0));
                 assert!(again || !self.over.contains(&lease), "P1: confirmed after its end was reported");
                 self.told_confirmed.insert(answer);
             }

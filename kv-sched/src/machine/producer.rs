@@ -8,9 +8,7 @@
 
 use std::collections::BTreeMap;
 
-use kv_proto::{
-    BlockList, LeaseEnd, LeaseId, Moment, ProducerOrder, Rank, RemotePrefill, RequestId, Timers,
-};
+use kv_proto::{BlockList, LeaseEnd, LeaseId, Moment, ProducerOrder, Rank, RemotePrefill, RequestId, Timers};
 use serde_json::{Map, Value};
 
 use crate::config::SchedConfig;
