@@ -248,10 +248,10 @@ impl Judge {
                     self.readers.entry(*link).or_insert(incarnation.get());
                 }
                 // An ending that came in time may be answered later, over another connection.
-                (LinkId::Accepted(_), WorkerMessage::ReadDone { lease, attempt, .. }) => {
-                    if !self.over.contains(lease) {
-                        self.asked_in_time.insert((*lease, attempt.0));
-                    }
+                (LinkId::Accepted(_), WorkerMessage::ReadDone { lease, attempt, .. })
+                    if !self.over.contains(lease) =>
+                {
+                    self.asked_in_time.insert((*lease, attempt.0));
                 }
                 _ => {}
             },
