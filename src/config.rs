@@ -37,6 +37,8 @@ pub struct Config {
     pub lease_renewal_ms: u64,
     /// Longest life of a lease, however often it is renewed.
     pub lease_max_ms: u64,
+    /// What is left of a lease's life when its consumer's last connection is lost: the consumer's time to come back.
+    pub lease_grace_ms: u64,
     /// Time between two renewals that a consumer sends to one producer.
     pub renew_every_ms: u64,
     /// Fewer remote tokens than this are computed instead of loaded.
@@ -79,6 +81,8 @@ impl Default for Config {
             lease_ttl_ms: 10_000,
             lease_renewal_ms: 10_000,
             lease_max_ms: 600_000,
+            // A dead consumer's connections are lost at once; one that lives is back within a second.
+            lease_grace_ms: 3_000,
             renew_every_ms: 2_000,
             min_remote_tokens: 1,
             queue_limit_ms: 300_000,
@@ -268,6 +272,7 @@ impl Config {
             ("lease_ttl_ms", self.lease_ttl_ms),
             ("lease_renewal_ms", self.lease_renewal_ms),
             ("lease_max_ms", self.lease_max_ms),
+            ("lease_grace_ms", self.lease_grace_ms),
             ("renew_every_ms", self.renew_every_ms),
             ("queue_limit_ms", self.queue_limit_ms),
             ("load_limit_ms", self.load_limit_ms),

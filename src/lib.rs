@@ -19,8 +19,8 @@ pub use kv_proto::{BlockId, BlockLayout, BlockList, Rank, RequestId};
 pub use kv_recovery as recovery;
 #[cfg(feature = "scheduler")]
 pub use kv_sched::{
-    ConsumerStats, HoldId, LoadResult, ProducerStats, RequestEnd, Role, SchedConfigError, SchedError,
-    SchedEvent, Verdict,
+    ConsumerStats, HoldId, LoadResult, ProducerStats, Remaining, RequestEnd, Role, SchedConfigError,
+    SchedError, SchedEvent, Verdict,
 };
 #[cfg(feature = "worker")]
 pub use kv_transport as transport;

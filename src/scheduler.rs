@@ -5,7 +5,9 @@ use std::time::Instant;
 use kv_handshake::{Listener, ListenerConfig, ListenerStats};
 use kv_proto::handshake::{EngineCard, WorkerCard};
 use kv_proto::{BlockList, Moment, Report, RequestId, TransferParams};
-use kv_sched::{ConsumerStats, ProducerStats, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler, Verdict};
+use kv_sched::{
+    ConsumerStats, ProducerStats, Remaining, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler, Verdict,
+};
 use serde_json::Value;
 
 use crate::config::{Config, ms};
@@ -86,6 +88,7 @@ impl SchedulerConnector {
             lease_ttl: ms(config.lease_ttl_ms),
             lease_renewal: ms(config.lease_renewal_ms),
             lease_max: ms(config.lease_max_ms),
+            lease_grace: ms(config.lease_grace_ms),
             min_remote_tokens: config.min_remote_tokens,
             queue_limit: ms(config.queue_limit_ms),
             load_limit: ms(config.load_limit_ms),
@@ -143,6 +146,30 @@ impl SchedulerConnector {
         Finished { verdict: finish.verdict, params }
     }
 
+    /// A request lost its blocks and will be scheduled anew; see [`Scheduler::request_preempted`].
+    pub fn request_preempted(&mut self, request: &RequestId) -> Verdict {
+        let now = self.now();
+        self.scheduler.request_preempted(now, request)
+    }
+
+    /// Takes nothing new, lets what was accepted finish for `limit`, then ends it; [`SchedEvent::Drained`] says when
+    /// it is over. See [`Scheduler::drain`]. Consumers can still shake hands until then.
+    pub fn drain(&mut self, limit: std::time::Duration) {
+        let now = self.now();
+        self.scheduler.drain(now, limit);
+    }
+
+    /// Takes new hand-overs again.
+    pub fn resume(&mut self) {
+        self.scheduler.resume();
+        self.listener.set_available(true);
+    }
+
+    /// What is not over: hand-overs that hold blocks, or wait for some.
+    pub fn remaining(&self) -> Remaining {
+        self.scheduler.remaining()
+    }
+
     /// The plan of this step as bytes, to be carried to every worker; `None` if there is nothing to carry.
     pub fn plan_step(&mut self) -> Result<Option<Vec<u8>>, ConnectorError> {
         let now = self.now();
@@ -180,7 +207,11 @@ impl SchedulerConnector {
     pub fn events(&mut self) -> Vec<SchedEvent> {
         let now = self.now();
         self.scheduler.time_passed(now);
-        self.scheduler.take_events()
+        let events = self.scheduler.take_events();
+        if events.iter().any(|event| matches!(event, SchedEvent::Drained { .. })) {
+            self.listener.set_available(false);
+        }
+        events
     }
 
     /// How long an idle engine may sleep until [`SchedulerConnector::events`] has something to say; `None`: until

@@ -12,8 +12,12 @@ use crate::layout::Topology;
 use crate::params::OfferDigest;
 use crate::step::ReleaseReason;
 
-/// Most leases one message names; more are split over several.
-pub const LEASES_PER_MESSAGE_MAX: usize = 16_384;
+/// Most leases one list of a message names; more are split over several messages.
+pub const LEASES_PER_MESSAGE_MAX: usize = 8_192;
+
+/// An offer as a consumer names it: the lease, and the digest of what was offered under it. Who does not know the
+/// digest renews nothing and ends nothing.
+pub type OfferName = (LeaseId, OfferDigest);
 
 /// Why a `Hello` was not welcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -69,15 +73,24 @@ pub enum WorkerMessage {
         /// The producer's life.
         incarnation: Incarnation,
     },
-    /// C: I still want these.
+    /// C: I live, and want what I have named so far. A lease is named once per connection, not once per renewal, so
+    /// that renewing costs the same however many leases live.
     Renew {
-        /// Leases of this producer.
-        leases: Vec<LeaseId>,
+        /// Numbers the renewals of a connection, from 0. After a gap P asks for all ([`WorkerMessage::Relist`]).
+        seq: u64,
+        /// Whether `wanted` begins a new list: what was named before counts no more.
+        all: bool,
+        /// Leases wanted from now on.
+        wanted: Vec<OfferName>,
+        /// Leases wanted no more.
+        dropped: Vec<OfferName>,
     },
-    /// P: of those you renewed, these are not held.
+    /// P: a renewal is missing; name all again.
+    Relist {},
+    /// P: of those you named, these are not held, or not any more.
     NotHeld {
         /// The leases.
-        leases: Vec<LeaseId>,
+        leases: Vec<OfferName>,
     },
     /// C: my reads under this lease have all ended well. Did it hold?
     ReadDone {
@@ -87,8 +100,10 @@ pub enum WorkerMessage {
         attempt: Attempt,
         /// What was offered under the lease, as it reached the consumer.
         offer: OfferDigest,
+        /// Whether others of mine on this rank still read under the lease: it is to go on.
+        more: bool,
     },
-    /// P: it held until I got your `ReadDone`, and the offer is mine; for you it has ended.
+    /// P: it held until I got your `ReadDone`, and the offer is mine; unless you said `more`, for you it has ended.
     Confirmed {
         /// The lease.
         lease: LeaseId,

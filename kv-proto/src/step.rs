@@ -19,6 +19,8 @@ pub struct LeaseTerms {
     pub renewal_ms: u64,
     /// Longest life, however often it is renewed.
     pub max_ms: u64,
+    /// Life that is left when the last connection of the only consumer that wants it is lost.
+    pub grace_ms: u64,
 }
 
 /// A decision about one lease, from the producer's scheduler half to its workers.
@@ -42,6 +44,11 @@ pub enum ProducerOrder {
     },
     /// The announced request hands nothing over.
     Forget {
+        /// The lease.
+        lease: LeaseId,
+    },
+    /// The lease is to end now: its blocks are needed, or their memory goes away.
+    Revoke {
         /// The lease.
         lease: LeaseId,
     },
@@ -75,6 +82,8 @@ pub enum ReleaseReason {
     LoadFailed,
     /// The request waited too long for room.
     WaitedTooLong,
+    /// The consumer is draining.
+    Draining,
     /// A reason that this version does not know.
     #[serde(other)]
     Other,
@@ -89,6 +98,7 @@ impl ReleaseReason {
             Self::Refused => "refused",
             Self::LoadFailed => "load_failed",
             Self::WaitedTooLong => "waited_too_long",
+            Self::Draining => "draining",
             Self::Other => "other",
         }
     }
@@ -112,7 +122,8 @@ pub struct GroupBlocks {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ConsumerOrder {
-    /// A request is queued: shake hands early, and renew its lease.
+    /// A request is queued: shake hands early, and renew its lease. Each is followed by one `Load` or one `Release`;
+    /// several requests may live by one offer, which is given back when the last of them gives it up.
     Track {
         /// Its lease.
         lease: LeaseRef,
@@ -134,7 +145,7 @@ pub enum ConsumerOrder {
         /// What goes where.
         groups: Vec<GroupBlocks>,
     },
-    /// The lease will not be read: tell the producer.
+    /// The request that was tracked will not read: tell the producer, unless another lives by the same offer.
     Release {
         /// The lease.
         lease: LeaseRef,
@@ -191,6 +202,10 @@ pub enum LeaseEnd {
     Released,
     /// Its time was over.
     Expired,
+    /// Every consumer that wanted it is gone.
+    ConsumerLost,
+    /// The producer took it back.
+    Revoked,
 }
 
 impl LeaseEnd {
@@ -200,6 +215,8 @@ impl LeaseEnd {
             Self::Confirmed => "confirmed",
             Self::Released => "released",
             Self::Expired => "expired",
+            Self::ConsumerLost => "consumer_lost",
+            Self::Revoked => "revoked",
         }
     }
 }

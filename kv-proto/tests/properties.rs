@@ -4,14 +4,16 @@
 
 mod common;
 
-use common::{FAILURES, HELLO_REFUSALS, LIFE, RELEASES, decode_all, encodings, engine, fingerprint};
+use common::{
+    FAILURES, HELLO_REFUSALS, LEASE_ENDS, LIFE, RELEASES, decode_all, encodings, engine, fingerprint,
+};
 use kv_proto::handshake::{Answer, EngineCard, HandshakeError, Query, RefusalCode, WorkerCard};
 use kv_proto::message::WorkerMessage;
 use kv_proto::params::EXTRA_KEY;
 use kv_proto::{
-    Attempt, BlockId, BlockList, CodecError, ConsumerOrder, EngineId, GroupBlocks, Incarnation, LeaseEnd,
-    LeaseId, LeaseRef, LeaseTerms, LoadId, LoadStats, PROTOCOL_VERSION, PeerLocator, Plan, ProducerOrder,
-    PullEnd, Rank, RemotePrefill, Report, RequestId, Topology, TransferParams,
+    Attempt, BlockId, BlockList, CodecError, ConsumerOrder, EngineId, GroupBlocks, Incarnation, LeaseId,
+    LeaseRef, LeaseTerms, LoadId, LoadStats, PROTOCOL_VERSION, PeerLocator, Plan, ProducerOrder, PullEnd,
+    Rank, RemotePrefill, Report, RequestId, Topology, TransferParams,
 };
 use proptest::collection::vec;
 use proptest::option;
@@ -74,14 +76,15 @@ fn group() -> impl Strategy<Value = GroupBlocks> {
 fn plan() -> impl Strategy<Value = Plan> {
     let producer = prop_oneof![
         lease_id().prop_map(|lease| ProducerOrder::Announce { lease }),
-        (lease_id(), any::<[u64; 3]>()).prop_map(|(lease, [ttl_ms, renewal_ms, max_ms])| {
+        (lease_id(), any::<[u64; 4]>()).prop_map(|(lease, [ttl_ms, renewal_ms, max_ms, grace_ms])| {
             ProducerOrder::Grant {
                 lease,
-                terms: LeaseTerms { ttl_ms, renewal_ms, max_ms },
+                terms: LeaseTerms { ttl_ms, renewal_ms, max_ms, grace_ms },
                 offer: common::offer(),
             }
         }),
         lease_id().prop_map(|lease| ProducerOrder::Forget { lease }),
+        lease_id().prop_map(|lease| ProducerOrder::Revoke { lease }),
     ];
     let consumer = prop_oneof![
         (lease(), peer()).prop_map(|(lease, peer)| ConsumerOrder::Track {
@@ -101,7 +104,7 @@ fn plan() -> impl Strategy<Value = Plan> {
 }
 
 fn report() -> impl Strategy<Value = Report> {
-    let end = select(&[LeaseEnd::Confirmed, LeaseEnd::Released, LeaseEnd::Expired][..]);
+    let end = select(&LEASE_ENDS[..]);
     let pull = prop_oneof![
         any::<[u64; 4]>().prop_map(|[bytes, ranges, read_us, confirm_us]| {
             PullEnd::Loaded(LoadStats { bytes, ranges, read_us, confirm_us })
@@ -115,7 +118,7 @@ fn report() -> impl Strategy<Value = Report> {
 
 fn message() -> impl Strategy<Value = WorkerMessage> {
     let attempt = || any::<u64>().prop_map(Attempt);
-    let leases = || vec(lease_id(), 0..50);
+    let names = || vec(lease_id().prop_map(|lease| (lease, common::offer())), 0..50);
     let hello = (any::<[u32; 4]>(), engine_id(), life(), life());
     prop_oneof![
         hello.prop_map(|([version, rank, ranks, to_rank], engine, incarnation, to)| WorkerMessage::Hello {
@@ -131,12 +134,15 @@ fn message() -> impl Strategy<Value = WorkerMessage> {
             .prop_map(|(incarnation, rank)| WorkerMessage::Welcome { incarnation, rank: Rank(rank) }),
         (select(&HELLO_REFUSALS[..]), life())
             .prop_map(|(reason, incarnation)| WorkerMessage::Unwelcome { reason, incarnation }),
-        leases().prop_map(|leases| WorkerMessage::Renew { leases }),
-        leases().prop_map(|leases| WorkerMessage::NotHeld { leases }),
-        (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::ReadDone {
+        (any::<u64>(), any::<bool>(), names(), names())
+            .prop_map(|(seq, all, wanted, dropped)| WorkerMessage::Renew { seq, all, wanted, dropped }),
+        Just(WorkerMessage::Relist {}),
+        names().prop_map(|leases| WorkerMessage::NotHeld { leases }),
+        (lease_id(), attempt(), any::<bool>()).prop_map(|(lease, attempt, more)| WorkerMessage::ReadDone {
             lease,
             attempt,
-            offer: common::offer()
+            offer: common::offer(),
+            more
         }),
         (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::Confirmed { lease, attempt }),
         (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::Lapsed { lease, attempt }),
@@ -541,6 +547,7 @@ fn what_is_longer_than_allowed_is_refused_unread() {
     long("worker message", WorkerMessage::decode(&vec![0xc1; (1 << 20) + 1]).unwrap_err());
     long("worker card", WorkerCard::decode(&vec![0xc1; (16 << 20) + 1]).unwrap_err());
     long("plan", Plan::decode(&vec![0xc1; (64 << 20) + 1]).unwrap_err());
-    let leases = (0..1 << 18).map(|n| LeaseId(u64::MAX - n)).collect();
-    long("worker message", WorkerMessage::Renew { leases }.encode().unwrap_err());
+    let wanted = (0..1 << 18).map(|n| (LeaseId(u64::MAX - n), common::offer())).collect();
+    let renew = WorkerMessage::Renew { seq: 0, all: true, wanted, dropped: Vec::new() };
+    long("worker message", renew.encode().unwrap_err());
 }

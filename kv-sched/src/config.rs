@@ -30,6 +30,9 @@ pub struct SchedConfig {
     pub lease_renewal: Duration,
     /// Longest life of a lease, however often it is renewed.
     pub lease_max: Duration,
+    /// What is left of a lease's life when its consumer's last connection is lost, if that is less than what the
+    /// last renewal left. Zero: nothing.
+    pub lease_grace: Duration,
     /// A load is not worth a round trip below so many tokens; they are computed instead.
     pub min_remote_tokens: u32,
     /// How long a request may wait for room before its lease is given back and its prompt computed here.
@@ -91,14 +94,12 @@ impl SchedConfig {
                 return Err(SchedConfigError::Zero { field });
             }
         }
-        for (field, value) in [("lease_ttl", self.lease_ttl), ("lease_renewal", self.lease_renewal)] {
-            if value > self.lease_max {
-                return Err(SchedConfigError::Order {
-                    field,
-                    value,
-                    other: "lease_max",
-                    other_value: self.lease_max,
-                });
+        let ttl = ("lease_ttl", self.lease_ttl);
+        let renewal = ("lease_renewal", self.lease_renewal);
+        let max = ("lease_max", self.lease_max);
+        for ((field, value), (other, other_value)) in [(ttl, max), (renewal, max)] {
+            if value > other_value {
+                return Err(SchedConfigError::Order { field, value, other, other_value });
             }
         }
         Ok(())
@@ -111,6 +112,7 @@ impl SchedConfig {
             ttl_ms: ms(self.lease_ttl),
             renewal_ms: ms(self.lease_renewal),
             max_ms: ms(self.lease_max),
+            grace_ms: ms(self.lease_grace),
         }
     }
 }

@@ -65,6 +65,12 @@ pub enum SchedError {
         /// Blocks in the pool.
         blocks: u32,
     },
+    /// Nothing new is taken.
+    #[error("request {request}: this engine is draining and takes no new hand-over")]
+    Draining {
+        /// The request.
+        request: RequestId,
+    },
     // The peer, or the router, is different.
     /// Another number of block groups.
     #[error("block groups: ours {ours}, theirs {theirs}")]

@@ -84,6 +84,26 @@ pub enum LoadResult {
     },
 }
 
+/// What hand-overs are not over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+pub struct Remaining {
+    /// Requests that compute for somebody else. The engine ends these.
+    pub computing: usize,
+    /// Leases on blocks of this engine.
+    pub leases: usize,
+    /// Requests that wait for blocks to load into.
+    pub queued: usize,
+    /// Loads whose blocks are in the workers' hands.
+    pub loads: usize,
+}
+
+impl Remaining {
+    /// Whether nothing is left.
+    pub const fn is_empty(&self) -> bool {
+        self.computing + self.leases + self.queued + self.loads == 0
+    }
+}
+
 /// What the engine is told. Take all of them after each report and each call of `time_passed`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SchedEvent {
@@ -102,6 +122,11 @@ pub enum SchedEvent {
         request: RequestId,
         /// The blocks by group that a peer could touch. The request may have had more, before or behind them.
         blocks: Vec<BlockList>,
+    },
+    /// A drain is over: nothing is left, or it could not be ended in time.
+    Drained {
+        /// What is left. Blocks that it holds may still be touched by somebody.
+        left: Remaining,
     },
     /// Workers have not reported an end that they must have reached: they are dead or stuck.
     WorkersSilent {

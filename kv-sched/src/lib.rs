@@ -8,7 +8,7 @@ pub mod scheduler;
 
 pub use config::{SchedConfig, SchedConfigError};
 pub use error::SchedError;
-pub use event::{Finish, HoldId, LoadResult, RequestEnd, Role, SchedEvent, Verdict};
+pub use event::{Finish, HoldId, LoadResult, Remaining, RequestEnd, Role, SchedEvent, Verdict};
 pub use machine::consumer::ConsumerStats;
 pub use machine::producer::ProducerStats;
 pub use scheduler::Scheduler;

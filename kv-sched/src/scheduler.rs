@@ -1,12 +1,30 @@
 //! The scheduler half as an engine calls it: both policies, one plan.
 
-use kv_proto::{BlockList, Moment, Plan, RemotePrefill, Report, RequestId, TransferParams, token_digest};
+use kv_proto::{
+    BlockList, Moment, Plan, ReleaseReason, RemotePrefill, Report, RequestId, TransferParams, token_digest,
+};
 
 use crate::config::{SchedConfig, SchedConfigError};
 use crate::error::SchedError;
-use crate::event::{Finish, RequestEnd, Role, SchedEvent, Verdict};
+use crate::event::{Finish, Remaining, RequestEnd, Role, SchedEvent, Verdict};
 use crate::machine::consumer::{Consumer, ConsumerStats};
 use crate::machine::producer::{Producer, ProducerStats};
+
+/// Whether new hand-overs are taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Open,
+    /// What was accepted may finish until then.
+    Draining {
+        until: Moment,
+    },
+    /// What was left then has been told to end; that it has is waited for until this time.
+    Ending {
+        until: Moment,
+    },
+    /// Over; nothing is taken until [`Scheduler::resume`].
+    Drained,
+}
 
 /// The scheduler half of one engine. It does no IO and reads no clock: each hook that needs the time takes it.
 #[derive(Debug, Clone)]
@@ -14,6 +32,7 @@ pub struct Scheduler {
     config: SchedConfig,
     producer: Producer,
     consumer: Consumer,
+    mode: Mode,
     plan: Plan,
     events: Vec<SchedEvent>,
 }
@@ -26,6 +45,7 @@ impl Scheduler {
             config,
             producer: Producer::new(),
             consumer: Consumer::new(),
+            mode: Mode::Open,
             plan: Plan::default(),
             events: Vec::new(),
         })
@@ -65,7 +85,11 @@ impl Scheduler {
                         Ok(Role::Consumer)
                     }
                     Err(error) => {
-                        self.consumer.refused(remote, &mut self.plan.consumer);
+                        let reason = match error {
+                            SchedError::Draining { .. } => ReleaseReason::Draining,
+                            _ => ReleaseReason::Refused,
+                        };
+                        self.consumer.refused(remote, reason, &mut self.plan.consumer);
                         Err(error)
                     }
                 }
@@ -76,6 +100,9 @@ impl Scheduler {
     fn admit(&self, request: &RequestId, prompt: &[u32]) -> Result<u32, SchedError> {
         if self.producer.knows(request) || self.consumer.knows(request) {
             return Err(SchedError::DuplicateRequest { request: request.clone() });
+        }
+        if self.mode != Mode::Open {
+            return Err(SchedError::Draining { request: request.clone() });
         }
         let tokens =
             u32::try_from(prompt.len()).ok().filter(|n| u64::from(*n) <= kv_proto::params::TOKENS_MAX);
@@ -138,9 +165,71 @@ impl Scheduler {
             return finish;
         }
         let orders = &mut self.plan.producer;
+        // What was to be ended must not begin anew.
+        let hands_over = matches!(self.mode, Mode::Open | Mode::Draining { .. });
         self.producer
-            .finished(now, &self.config, request, end, orders)
+            .finished(now, &self.config, request, end, hands_over, orders)
             .unwrap_or(Finish { verdict: Verdict::Free, params: None })
+    }
+
+    /// A request lost its blocks and will be scheduled anew: it was preempted, or its cache was reset. Not its end.
+    ///
+    /// One that loads goes on without its remote source; its blocks must be kept as long as the verdict says, since
+    /// the transport may still write them, and no [`SchedEvent::LoadEnded`] comes. One that computes for somebody
+    /// else needs nothing: what is handed over is what its end names.
+    pub fn request_preempted(&mut self, now: Moment, request: &RequestId) -> Verdict {
+        let orders = &mut self.plan.consumer;
+        self.consumer.preempted(now, &self.config, request, orders).unwrap_or(Verdict::Free)
+    }
+
+    /// Takes nothing new from now on, lets what was accepted finish for `limit`, and then ends it: waiting requests
+    /// give their offer back, loads are cancelled (their requests are told, and compute), leases are revoked (their
+    /// consumers notice, and compute). [`SchedEvent::Drained`] says that it is over, at the latest
+    /// [`SchedConfig::report_grace`] after the limit, and what is left if workers do not answer.
+    ///
+    /// With a limit of zero this is how an engine gets its blocks back before a cache reset or a sleep. Requests
+    /// that compute for others are the engine's to finish or to abort; once their parameters are out their leases
+    /// end like all others. A second call may only bring the limit nearer.
+    pub fn drain(&mut self, now: Moment, limit: std::time::Duration) {
+        let until = now + limit;
+        match self.mode {
+            Mode::Open => self.mode = Mode::Draining { until },
+            Mode::Draining { until: was } => self.mode = Mode::Draining { until: was.min(until) },
+            Mode::Ending { .. } | Mode::Drained => {}
+        }
+        self.drained(now);
+    }
+
+    /// Takes new hand-overs again. What was told to end still ends.
+    pub fn resume(&mut self) {
+        self.mode = Mode::Open;
+    }
+
+    /// What is not over.
+    pub fn remaining(&self) -> Remaining {
+        let (queued, loads) = self.consumer.remaining();
+        let (computing, leases) = (self.producer.computing_count(), self.producer.held_count());
+        Remaining { computing, leases, queued, loads }
+    }
+
+    /// Whether something is left is looked at only while draining.
+    fn drained(&mut self, now: Moment) {
+        if let Mode::Draining { until } = self.mode
+            && until <= now
+        {
+            self.mode = Mode::Ending { until: now + self.config.report_grace };
+            self.consumer.end_all(now, &self.config, &mut self.plan.consumer);
+            self.producer.end_all(&mut self.plan.producer);
+        }
+        let until = match self.mode {
+            Mode::Draining { until } | Mode::Ending { until } => until,
+            Mode::Open | Mode::Drained => return,
+        };
+        let left = self.remaining();
+        if left.is_empty() || until <= now {
+            self.mode = Mode::Drained;
+            self.events.push(SchedEvent::Drained { left });
+        }
     }
 
     /// What the workers are to do, to be carried to every rank with this step. Often empty.
@@ -168,8 +257,7 @@ impl Scheduler {
             self.producer.lease_ended(&self.config, report.rank, lease, end, &mut self.events);
         }
         for (load, end) in report.loads {
-            let orders = &mut self.plan.consumer;
-            self.consumer.load_ended(&self.config, report.rank, load, end, orders, &mut self.events);
+            self.consumer.load_ended(&self.config, report.rank, load, end, &mut self.events);
         }
         self.time_passed(now);
     }
@@ -178,11 +266,16 @@ impl Scheduler {
     pub fn time_passed(&mut self, now: Moment) {
         self.producer.time_passed(now, &self.config, &mut self.events);
         self.consumer.time_passed(now, &self.config, &mut self.plan.consumer, &mut self.events);
+        self.drained(now);
     }
 
     /// When [`Scheduler::time_passed`] has something to do at the latest.
     pub fn next_deadline(&self) -> Option<Moment> {
-        [self.producer.next_deadline(), self.consumer.next_deadline()].into_iter().flatten().min()
+        let drain = match self.mode {
+            Mode::Draining { until } | Mode::Ending { until } => Some(until),
+            Mode::Open | Mode::Drained => None,
+        };
+        [self.producer.next_deadline(), self.consumer.next_deadline(), drain].into_iter().flatten().min()
     }
 
     /// What happened since the last call, in order.

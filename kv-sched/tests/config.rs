@@ -37,5 +37,8 @@ fn a_lease_that_outlives_its_maximum_is_refused_with_both_values() {
 // H-12
 #[test]
 fn terms_travel_in_milliseconds() {
-    assert_eq!(common::config(1).terms(), LeaseTerms { ttl_ms: 1_000, renewal_ms: 800, max_ms: 5_000 });
+    assert_eq!(
+        common::config(1).terms(),
+        LeaseTerms { ttl_ms: 1_000, renewal_ms: 800, max_ms: 5_000, grace_ms: 300 }
+    );
 }

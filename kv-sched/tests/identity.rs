@@ -8,6 +8,11 @@ use common::*;
 use kv_proto::{LeaseEnd, LoadFailure, ReleaseReason, RemotePrefill};
 use kv_sched::{RequestEnd, Role, SchedError, SchedEvent, Verdict};
 
+/// An offer that came with a request which was refused.
+fn refused(lease: u64) -> kv_proto::Plan {
+    consumer(&[track(lease), release(lease, ReleaseReason::Refused)])
+}
+
 fn duplicate(name: &str) -> SchedError {
     SchedError::DuplicateRequest { request: req(name) }
 }
@@ -70,7 +75,7 @@ fn r001_a_refused_duplicate_gives_its_own_offer_back() {
     queue(&mut s, 0, "x", 5, 8);
     let again = s.request_arrived(at(1), &req("x"), &prompt(8), Some(&params(offer(6, 8))));
     assert_eq!(again, Err(duplicate("x")));
-    assert_eq!(s.planned(at(1)), consumer(&[release(6, ReleaseReason::Refused)]));
+    assert_eq!(s.planned(at(1)), refused(6));
 }
 
 // H-22
@@ -80,65 +85,33 @@ fn p2_a_refused_duplicate_does_not_give_back_the_lease_of_the_queued_one() {
     queue(&mut s, 0, "x", 5, 8);
     let again = s.request_arrived(at(1), &req("x"), &prompt(8), Some(&params(offer(5, 8))));
     assert_eq!(again, Err(duplicate("x")));
-    assert!(s.planned(at(1)).is_empty());
+    assert_eq!(s.planned(at(1)), refused(5), "a user of the offer that came and went");
     assert_eq!(s.remote_tokens(&req("x"), 0), 8);
 }
 
 // H-22, R084
 #[test]
-fn p2_an_aborted_twin_does_not_give_back_the_lease_of_the_queued_one() {
+fn p2_each_request_that_lives_by_an_offer_is_one_user_of_it() {
+    // The workers count users, and give the offer back with the last: whoever tracks it reads or releases it, once.
     let mut s = scheduler(1);
-    queue(&mut s, 0, "a", 5, 8);
-    queue(&mut s, 0, "b", 5, 8);
-    assert_eq!(s.request_finished(at(1), &req("a"), &RequestEnd::Aborted).verdict, Verdict::Free);
-    assert!(s.planned(at(1)).is_empty());
-    let _ = s.request_finished(at(2), &req("b"), &RequestEnd::Aborted);
-    assert_eq!(
-        s.planned(at(2)),
-        consumer(&[release(5, ReleaseReason::Aborted)]),
-        "the last one gives it back"
-    );
+    start_load(&mut s, 0, "a", 5, 8);
+    for name in ["b", "c", "d"] {
+        queue(&mut s, 0, name, 5, 8);
+    }
+    let _ = s.request_finished(at(1), &req("b"), &RequestEnd::Aborted);
+    assert_eq!(s.planned(at(1)), consumer(&[release(5, ReleaseReason::Aborted)]));
+    s.blocks_allocated(at(2), &req("c"), 8, 0, &[run(0, 2)]).unwrap();
+    assert_eq!(s.planned(at(2)), consumer(&[release(5, ReleaseReason::NotNeeded)]));
+    s.time_passed(at(QUEUE_MS));
+    let late = s.planned(at(QUEUE_MS)).consumer;
+    assert_eq!(late, [release(5, ReleaseReason::WaitedTooLong)]);
     assert_eq!(s.consumer_stats().released.get(&ReleaseReason::Aborted), Some(&1));
+    for name in ["a", "b", "c", "d"] {
+        let _ = s.request_finished(at(QUEUE_MS + 1), &req(name), &RequestEnd::Aborted);
+    }
+    s.planned(at(QUEUE_MS + 1));
+    s.take_report(at(QUEUE_MS + 2), load_report(0, 1, failed(LoadFailure::Cancelled)));
     assert_forgotten(&s);
-}
-
-// H-22
-#[test]
-fn p2_a_twin_that_needs_nothing_does_not_give_back_the_lease_of_the_queued_one() {
-    let mut s = scheduler(1);
-    queue(&mut s, 0, "a", 5, 8);
-    queue(&mut s, 0, "b", 5, 8);
-    s.blocks_allocated(at(1), &req("a"), 8, 0, &[run(0, 2)]).unwrap();
-    assert!(s.planned(at(1)).is_empty());
-}
-
-// H-22
-#[test]
-fn p2_an_aborted_twin_does_not_give_back_the_lease_of_a_load_before_that_has_ended() {
-    let mut s = scheduler(1);
-    start_load(&mut s, 0, "a", 5, 8);
-    queue(&mut s, 0, "b", 5, 8);
-    let _ = s.request_finished(at(1), &req("b"), &RequestEnd::Aborted);
-    assert!(s.planned(at(1)).is_empty(), "the load reads under it");
-    s.take_report(at(2), load_report(0, 1, loaded(1)));
-    // A rank that had ended its part before the twin came has begun to renew the lease anew.
-    assert_eq!(s.planned(at(2)), consumer(&[release(5, ReleaseReason::Aborted)]));
-    let _ = s.request_finished(at(3), &req("a"), &RequestEnd::Aborted);
-    assert_forgotten(&s);
-}
-
-// H-22
-#[test]
-fn p2_what_a_load_owes_is_kept_back_again_for_a_third_twin() {
-    let mut s = scheduler(1);
-    start_load(&mut s, 0, "a", 5, 8);
-    queue(&mut s, 0, "b", 5, 8);
-    queue(&mut s, 0, "c", 5, 8);
-    let _ = s.request_finished(at(1), &req("b"), &RequestEnd::Aborted);
-    s.take_report(at(2), load_report(0, 1, failed(LoadFailure::PeerLost)));
-    assert!(s.planned(at(2)).is_empty());
-    let _ = s.request_finished(at(3), &req("c"), &RequestEnd::Aborted);
-    assert_eq!(s.planned(at(3)), consumer(&[release(5, ReleaseReason::Aborted)]));
 }
 
 // H-22

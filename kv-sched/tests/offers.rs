@@ -23,7 +23,7 @@ fn arrive(offer: RemotePrefill) -> (Result<Role, SchedError>, kv_proto::Plan, Sc
 /// The same for an offer that must be refused: it is given back, and nothing of the request is kept.
 fn refuse(offer: RemotePrefill) -> SchedError {
     let (role, plan, mut s) = arrive(offer);
-    assert_eq!(plan, consumer(&[release(5, ReleaseReason::Refused)]), "given back once");
+    assert_eq!(plan, consumer(&[track(5), release(5, ReleaseReason::Refused)]), "given back once");
     assert_forgotten(&s);
     assert_eq!(
         s.request_arrived(at(1), &req("r"), &prompt(8), Some(&ask())),

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use common::*;
 use kv_proto::{ConsumerOrder, LeaseId, LoadStats, PullEnd};
 use kv_proto::{LeaseEnd, LoadFailure, LoadId, ProducerOrder, RemotePrefill, RequestId};
-use kv_sched::{HoldId, LoadResult, RequestEnd, SchedEvent, Scheduler, Verdict};
+use kv_sched::{HoldId, LoadResult, RequestEnd, SchedError, SchedEvent, Scheduler, Verdict};
 use proptest::prelude::*;
 
 const RANKS: u32 = 2;
@@ -22,6 +22,9 @@ enum Call {
     Finish { name: u8, aborted: bool },
     Lease { rank: u32, lease: u64, end: u8 },
     Load { rank: u32, load: u64, end: u8 },
+    Preempt { name: u8 },
+    Drain { ms: u64 },
+    Resume,
     Wait { ms: u64 },
     Plan,
 }
@@ -35,7 +38,10 @@ fn call() -> impl Strategy<Value = Call> {
             .prop_map(|(name, lease, tokens, wrong)| Call::Offer { name, lease, tokens, wrong }),
         5 => (name.clone(), 0..3u32, prop::bool::weighted(0.9), 1..4u32)
             .prop_map(|(name, local, as_offered, blocks)| Call::Allocate { name, local, as_offered, blocks }),
-        3 => (name, any::<bool>()).prop_map(|(name, aborted)| Call::Finish { name, aborted }),
+        3 => (name.clone(), any::<bool>()).prop_map(|(name, aborted)| Call::Finish { name, aborted }),
+        1 => name.prop_map(|name| Call::Preempt { name }),
+        1 => (0..2_000u64).prop_map(|ms| Call::Drain { ms }),
+        1 => Just(Call::Resume),
         3 => (ranks.clone(), 0..5u64, 0..3u8).prop_map(|(rank, lease, end)| Call::Lease { rank, lease, end }),
         5 => (ranks, 0..5u64, 0..3u8).prop_map(|(rank, load, end)| Call::Load { rank, load, end }),
         2 => (0..4_000u64).prop_map(|ms| Call::Wait { ms }),
@@ -112,6 +118,10 @@ impl World {
                     assert!(self.held.remove(&hold), "held, and released once");
                     assert!(self.complete(hold), "on every rank");
                 }
+                SchedEvent::Drained { left } => {
+                    assert_eq!(left.leases + left.loads, self.s.holds());
+                    assert!(self.s.remaining().computing >= left.computing);
+                }
                 SchedEvent::WorkersSilent { hold, missing } => {
                     assert!(!missing.is_empty() && !self.complete(hold));
                 }
@@ -125,7 +135,7 @@ impl World {
         }
         let report = match hold {
             HoldId::Lease(LeaseId(lease)) => {
-                let ends = [LeaseEnd::Confirmed, LeaseEnd::Released, LeaseEnd::Expired];
+                let ends = [LeaseEnd::Confirmed, LeaseEnd::Revoked, LeaseEnd::Expired];
                 lease_report(rank, lease, ends[usize::from(end)])
             }
             HoldId::Load(LoadId(load)) => {
@@ -198,6 +208,20 @@ impl World {
                 let leased = finish.params.and_then(|p: RemotePrefill| p.lease);
                 assert_eq!(leased.is_some(), matches!(finish.verdict, Verdict::Hold(HoldId::Lease(_))));
             }
+            Call::Preempt { name: n } => match self.s.request_preempted(now, &name(n)) {
+                Verdict::Hold(hold) => {
+                    assert!(self.held.insert(hold), "a hold of its own");
+                    assert_eq!(self.loading.remove(&name(n)).map(HoldId::Load), Some(hold));
+                    assert_eq!(self.s.remote_tokens(&name(n), 0), 0, "its source is void");
+                }
+                Verdict::Free => assert!(!self.loading.contains_key(&name(n))),
+            },
+            Call::Drain { ms } => {
+                self.s.drain(now, std::time::Duration::from_millis(ms));
+                let refused = self.s.request_arrived(now, &req("new"), &prompt(8), Some(&ask()));
+                assert!(matches!(refused, Err(SchedError::Draining { .. })), "{refused:?}");
+            }
+            Call::Resume => self.s.resume(),
             Call::Lease { rank, lease, end } => self.report(rank, HoldId::Lease(LeaseId(lease)), end),
             Call::Load { rank, load, end } => self.report(rank, HoldId::Load(LoadId(load)), end),
             Call::Wait { ms } => {
@@ -213,6 +237,7 @@ impl World {
 
     /// Faults stop: requests end, workers report.
     fn heal(&mut self) {
+        self.apply(Call::Resume);
         for n in 0..3 {
             self.apply(Call::Finish { name: n, aborted: true });
         }

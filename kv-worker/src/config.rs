@@ -43,6 +43,8 @@ pub struct WorkerLimits {
     pub confirm_repeat: Duration,
     /// Time between two renewals to one peer.
     pub renew_every: Duration,
+    /// A read of at least so many bytes has its lease renewed before it begins.
+    pub prolong_bytes: u64,
     /// How long a producer's worker remembers how a lease ended, to answer a repeated `ReadDone` alike.
     pub remember_ended: Duration,
     /// How long a connection to a producer is kept without any business.
@@ -63,6 +65,7 @@ impl Default for WorkerLimits {
             confirm: Duration::from_secs(3),
             confirm_repeat: Duration::from_millis(500),
             renew_every: Duration::from_secs(2),
+            prolong_bytes: 16 << 20,
             remember_ended: Duration::from_secs(60),
             peer_idle: Duration::from_secs(600),
         }

@@ -6,14 +6,14 @@ mod common;
 
 use common::*;
 use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, WorkerMessage};
-use kv_proto::{CodecError, LeaseId, Rank, ReleaseReason, Topology};
+use kv_proto::{CodecError, Rank, ReleaseReason, Topology};
 use kv_worker::machine::io::Fact;
 
 /// Producer 1 is ready over d0, wanted for lease 5, renewed at 0.
 fn tracking() -> Rig {
     let mut rig = Rig::new();
     assert_eq!(rig.order(0, &[track(1, 5)]), ["shake hands with 1"]);
-    assert_eq!(rig.ready(0, 1, 0), ["d0: renew [5]"]);
+    assert_eq!(rig.ready(0, 1, 0), ["d0: renew all +[5]"]);
     rig
 }
 
@@ -27,7 +27,7 @@ fn r043_one_handshake_serves_however_many_requests_wait() {
     );
     assert_eq!(rig.shaken(1, 1), ["connect d0"]);
     assert_eq!(rig.connected(2, 0), ["d0: hello to 1"]);
-    let begun = ["d0: renew [5, 6, 7, 8]", "d0: read 128 bytes for 1", "d0: read 128 bytes for 2"];
+    let begun = ["d0: renew all +[5, 6, 7, 8]", "d0: read 128 bytes for 1", "d0: read 128 bytes for 2"];
     assert_eq!(rig.hear(3, dialled(0), welcome(1)), begun);
     assert_eq!(rig.m.stats().peers.handshakes, 1);
 }
@@ -37,7 +37,7 @@ fn r043_one_handshake_serves_however_many_requests_wait() {
 fn p7_another_life_is_another_peer() {
     let mut rig = tracking();
     assert_eq!(rig.order(1, &[track(2, 5)]), ["shake hands with 2"]);
-    assert_eq!(rig.ready(2, 2, 1), ["d1: renew [5]"]);
+    assert_eq!(rig.ready(2, 2, 1), ["d1: renew all +[5]"]);
     rig.order(3, &[load(1, 5, 1)]);
     rig.order(3, &[load(2, 5, 2)]);
     rig.read_ended(4, 1);
@@ -85,7 +85,7 @@ fn p7_a_welcome_of_another_life_or_rank_is_none() {
 // H-24
 #[test]
 fn a_producer_that_breaks_the_protocol_is_let_go() {
-    let many = (0..=LEASES_PER_MESSAGE_MAX as u64).map(LeaseId).collect();
+    let many = names(&(0..=LEASES_PER_MESSAGE_MAX as u64).collect::<Vec<_>>());
     for message in [hello(1, 100), read_done(5, 1), welcome(1), WorkerMessage::NotHeld { leases: many }] {
         assert_eq!(tracking().hear(1, dialled(0), message), ["disconnect d0"]);
     }
@@ -105,7 +105,7 @@ fn an_answer_that_overtakes_the_welcome_is_dropped_and_asked_for_again() {
     rig.connected(200, 1);
     assert_eq!(rig.hear(201, dialled(1), confirmed(5, 1)), NOTHING, "not greeted: it could be anyone");
     assert_eq!(rig.loads(), []);
-    assert_eq!(rig.hear(202, dialled(1), welcome(1)), ["d1: renew [5]", "d1: read done 5/1"]);
+    assert_eq!(rig.hear(202, dialled(1), welcome(1)), ["d1: renew all +[5]", "d1: read done 5/1"]);
     rig.hear(203, dialled(1), confirmed(5, 1));
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
 }
@@ -235,7 +235,8 @@ fn r011_renewals_are_batched_per_peer_and_need_no_plan() {
     rig.order(10, &[track(1, 6), track(1, 7)]);
     for beat in 1..=3 {
         assert_eq!(rig.pass(beat * RENEW_MS - 1), NOTHING);
-        assert_eq!(rig.pass(beat * RENEW_MS), ["d0: renew [5, 6, 7]"]);
+        let told = if beat == 1 { "d0: renew +[6, 7]" } else { "d0: renew" };
+        assert_eq!(rig.pass(beat * RENEW_MS), [told], "a lease is named once");
     }
     assert_eq!(rig.m.stats().peers.renewals, 4);
 }
@@ -244,26 +245,57 @@ fn r011_renewals_are_batched_per_peer_and_need_no_plan() {
 #[test]
 fn r030_renewals_are_split_at_the_most_leases_of_a_message() {
     let mut rig = tracking();
-    let many: Vec<_> = (0..LEASES_PER_MESSAGE_MAX as u64 + 1).map(|lease| track(1, lease)).collect();
+    let many: Vec<_> = (0..LEASES_PER_MESSAGE_MAX as u64 + 2).map(|lease| track(1, lease)).collect();
     rig.order(1, &many);
-    assert_eq!(rig.pass(RENEW_MS), ["d0: renew 16384 leases", "d0: renew [16384]"]);
+    assert_eq!(rig.pass(RENEW_MS), ["d0: renew +8192 leases", "d0: renew +[8193]"]);
 }
 
 #[test]
 fn a_lease_is_renewed_while_its_load_reads_and_no_longer() {
     let mut rig = tracking();
     rig.order(1, &[load(1, 5, 1)]);
-    assert_eq!(rig.pass(RENEW_MS), ["d0: renew [5]"]);
+    assert_eq!(rig.pass(RENEW_MS), ["d0: renew"]);
     rig.read_failed(RENEW_MS + 1, 1, kv_proto::LoadFailure::ReadFailed);
-    assert_eq!(rig.pass(2 * RENEW_MS), NOTHING);
+    assert_eq!(rig.pass(2 * RENEW_MS), ["d0: renew -[5]"], "should the release be lost");
+    assert_eq!(rig.pass(3 * RENEW_MS), NOTHING);
+}
+
+// H-13
+#[test]
+fn a_producer_that_misses_a_renewal_is_told_all_again_but_not_as_often_as_it_asks() {
+    let mut rig = tracking();
+    rig.order(1, &[track(1, 6)]);
+    rig.pass(RENEW_MS);
+    assert_eq!(rig.hear(RENEW_MS + 1, dialled(0), WorkerMessage::Relist {}), NOTHING);
+    assert_eq!(rig.hear(RENEW_MS + 2, dialled(0), WorkerMessage::Relist {}), NOTHING);
+    assert_eq!(rig.pass(RENEW_MS + 11), ["d0: renew all +[5, 6]"]);
+    assert_eq!(rig.pass(RENEW_MS + 12), NOTHING);
+    assert_eq!(rig.pass(2 * RENEW_MS + 11), ["d0: renew"]);
+}
+
+// H-22
+#[test]
+fn r084_an_offer_that_several_requests_live_by_is_given_back_by_the_last_of_them() {
+    let mut rig = tracking();
+    rig.order(1, &[track(1, 5), track(1, 5)]);
+    assert_eq!(rig.order(2, &[release(1, 5, ReleaseReason::Aborted)]), NOTHING);
+    assert_eq!(
+        rig.order(3, &[track(1, 5), release(1, 5, ReleaseReason::Refused)]),
+        NOTHING,
+        "refused at once"
+    );
+    assert_eq!(rig.order(4, &[load(1, 5, 1)]), ["d0: read 128 bytes for 1"]);
+    assert_eq!(rig.read_ended(5, 1), ["d0: read more 5/1"], "another waits");
+    rig.hear(6, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.order(7, &[release(1, 5, ReleaseReason::Aborted)]), ["d0: release 5/0 aborted"]);
 }
 
 #[test]
 fn a_lease_that_is_not_held_is_renewed_no_more() {
     let mut rig = tracking();
     rig.order(1, &[track(1, 6)]);
-    assert_eq!(rig.hear(2, dialled(0), WorkerMessage::NotHeld { leases: leases(&[5]) }), NOTHING);
-    assert_eq!(rig.pass(RENEW_MS), ["d0: renew [6]"]);
+    assert_eq!(rig.hear(2, dialled(0), not_held(&[5])), NOTHING);
+    assert_eq!(rig.pass(RENEW_MS), ["d0: renew +[6]"]);
 }
 
 // H-22
@@ -272,7 +304,8 @@ fn a_release_is_told_at_once_to_a_peer_that_is_ready() {
     let mut rig = tracking();
     let told = rig.order(1, &[release(1, 5, ReleaseReason::NotNeeded)]);
     assert_eq!(told, ["d0: release 5/0 not_needed"]);
-    assert_eq!(rig.pass(RENEW_MS), NOTHING, "and the lease is renewed no more");
+    assert_eq!(rig.pass(RENEW_MS), ["d0: renew -[5]"]);
+    assert_eq!(rig.pass(2 * RENEW_MS), NOTHING, "and the lease is renewed no more");
 }
 
 // H-22
@@ -300,7 +333,7 @@ fn a_release_to_a_peer_that_cannot_be_reached_is_counted_and_dropped() {
 fn r032_a_lost_connection_is_made_again_while_it_is_wanted() {
     let mut rig = tracking();
     assert_eq!(rig.lost(500, dialled(0)), ["shake hands with 1"]);
-    assert_eq!(rig.ready(501, 1, 1), ["d1: renew [5]"]);
+    assert_eq!(rig.ready(501, 1, 1), ["d1: renew all +[5]"]);
     assert_eq!(rig.m.stats().peers.lost, 1);
 }
 
@@ -337,7 +370,7 @@ fn a_peer_with_business_now_and_then_is_not_idle() {
     rig.order(IDLE_MS - 1, &[load(1, 6, 1)]);
     rig.read_ended(IDLE_MS - 1, 1);
     rig.hear(IDLE_MS - 1, dialled(0), confirmed(6, 1));
-    assert_eq!(rig.pass(IDLE_MS), NOTHING);
+    assert_eq!(rig.pass(IDLE_MS), ["d0: renew -[5]"]);
     assert_eq!(rig.pass(2 * IDLE_MS - 1), ["disconnect d0"]);
 }
 
@@ -345,7 +378,7 @@ fn a_peer_with_business_now_and_then_is_not_idle() {
 fn r023_a_peer_that_is_read_from_is_never_idle() {
     let mut rig = tracking();
     rig.order(1, &[load(1, 5, 1)]);
-    rig.hear(2, dialled(0), WorkerMessage::NotHeld { leases: leases(&[5]) });
+    rig.hear(2, dialled(0), not_held(&[5]));
     for now in (0..=2 * IDLE_MS).step_by(1_000) {
         assert!(!rig.pass(now).contains(&"disconnect d0".to_owned()));
     }

@@ -29,12 +29,13 @@ enum Step {
 }
 
 fn producer_order() -> impl Strategy<Value = ProducerOrder> {
-    (0..5u64, 0..4u8, 1..3_000u64).prop_map(|(lease, kind, ttl_ms)| {
+    (0..5u64, 0..5u8, 1..3_000u64).prop_map(|(lease, kind, ttl_ms)| {
         let lease = LeaseId(lease);
-        let terms = LeaseTerms { ttl_ms, renewal_ms: 700, max_ms: 3_000 };
+        let terms = LeaseTerms { ttl_ms, renewal_ms: 700, max_ms: 3_000, grace_ms: 200 };
         match kind {
             0 => ProducerOrder::Announce { lease },
             1 => ProducerOrder::Forget { lease },
+            2 => ProducerOrder::Revoke { lease },
             _ => ProducerOrder::Grant { lease, terms, offer: OFFER },
         }
     })
@@ -61,8 +62,10 @@ fn message() -> impl Strategy<Value = Result<WorkerMessage, CodecError>> {
             0 => hello(n, US),
             1 => hello(n, n),
             2 | 3 => welcome(n),
-            4 => WorkerMessage::Renew { leases: leases(&[lease, attempt]) },
-            5 => WorkerMessage::NotHeld { leases: leases(&[lease]) },
+            4 if n == 0 => renew(&[lease, attempt]),
+            4 => renew_next(n, &[lease], &[attempt]),
+            5 if n == 0 => WorkerMessage::Relist {},
+            5 => not_held(&[lease]),
             6 => read_done(lease, attempt),
             7 => confirmed(lease % 3, attempt),
             8 => lapsed(lease % 3, attempt),
@@ -283,7 +286,10 @@ impl Judge {
         let producer = (0..5).map(|lease| ProducerOrder::Forget { lease: LeaseId(lease) }).collect();
         let mut consumer = Vec::new();
         for n in 1..3 {
-            consumer.extend((0..3).map(|lease| release(n, lease, ReleaseReason::Other)));
+            // Each request that was tracked gives up; there were never more than there are steps.
+            for lease in (0..3).flat_map(|lease| [lease; 100]) {
+                consumer.push(release(n, lease, ReleaseReason::Other));
+            }
         }
         consumer.extend((0..12).map(cancel));
         self.apply(Step::Fact(Fact::PlanTaken(Plan { producer, consumer })));

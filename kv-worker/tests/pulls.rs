@@ -5,13 +5,8 @@
 mod common;
 
 use common::*;
-use kv_proto::message::WorkerMessage;
 use kv_proto::{ConsumerOrder, LoadFailure, LoadId, LoadStats, PullEnd};
 use kv_worker::machine::io::{Decision, Fact};
-
-fn not_held(lease: u64) -> WorkerMessage {
-    WorkerMessage::NotHeld { leases: leases(&[lease]) }
-}
 
 /// Load 1 under lease 5 waits for producer 1.
 fn waiting() -> Rig {
@@ -23,7 +18,7 @@ fn waiting() -> Rig {
 /// It is being read over d0.
 fn reading() -> Rig {
     let mut rig = waiting();
-    assert_eq!(rig.ready(0, 1, 0), ["d0: renew [5]", "d0: read 128 bytes for 1"]);
+    assert_eq!(rig.ready(0, 1, 0), ["d0: renew all +[5]", "d0: read 128 bytes for 1"]);
     rig
 }
 
@@ -220,7 +215,7 @@ fn r025_a_read_that_takes_too_long_is_cancelled_and_its_end_awaited() {
 #[test]
 fn not_held_in_answer_to_the_first_renewal_dooms_the_read() {
     let mut rig = reading();
-    assert_eq!(rig.hear(1, dialled(0), not_held(5)), ["cancel 1"]);
+    assert_eq!(rig.hear(1, dialled(0), not_held(&[5])), ["cancel 1"]);
     assert_eq!(rig.read_failed(2, 1, LoadFailure::Cancelled), NOTHING);
     assert_eq!(rig.loads(), ends(&[(1, "lapsed")]), "not cancelled: nobody asked for that");
 }
@@ -230,7 +225,7 @@ fn not_held_in_answer_to_the_first_renewal_dooms_the_read() {
 fn not_held_dooms_a_read_and_spares_others() {
     let mut rig = reading();
     rig.order(1, &[load(1, 6, 2)]);
-    assert_eq!(rig.hear(2, dialled(0), not_held(5)), ["cancel 1"]);
+    assert_eq!(rig.hear(2, dialled(0), not_held(&[5])), ["cancel 1"]);
     assert_eq!(rig.loads(), [], "the transport may still write");
     assert_eq!(rig.read_ended(3, 1), NOTHING, "over is over: no release, no question");
     assert_eq!(rig.loads(), ends(&[(1, "lapsed")]));
@@ -240,7 +235,7 @@ fn not_held_dooms_a_read_and_spares_others() {
 #[test]
 fn not_held_that_crosses_a_read_done_does_not_spoil_it() {
     let mut rig = confirming();
-    assert_eq!(rig.hear(11, dialled(0), not_held(5)), NOTHING);
+    assert_eq!(rig.hear(11, dialled(0), not_held(&[5])), NOTHING);
     assert_eq!(rig.loads(), []);
     rig.hear(12, dialled(0), confirmed(5, 1));
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
@@ -251,7 +246,7 @@ fn not_held_of_another_producer_dooms_nothing() {
     let mut rig = reading();
     rig.order(1, &[track(2, 5)]);
     rig.ready(1, 2, 1);
-    assert_eq!(rig.hear(2, dialled(1), not_held(5)), NOTHING);
+    assert_eq!(rig.hear(2, dialled(1), not_held(&[5])), NOTHING);
     assert_eq!(rig.read_ended(3, 1), ["d0: read done 5/1"]);
 }
 
@@ -276,7 +271,7 @@ fn p1_a_link_lost_while_confirming_costs_nothing_but_time() {
     let mut rig = reading();
     rig.read_ended(150, 1);
     assert_eq!(rig.lost(160, dialled(0)), ["shake hands with 1"]);
-    assert_eq!(rig.ready(161, 1, 1), ["d1: renew [5]", "d1: read done 5/1"]);
+    assert_eq!(rig.ready(161, 1, 1), ["d1: renew all +[5]", "d1: read done 5/1"]);
     rig.hear(162, dialled(1), confirmed(5, 1));
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
 }
@@ -321,7 +316,7 @@ fn p2_a_load_that_ends_does_not_give_back_the_lease_that_another_reads_under() {
     let mut rig = twins();
     rig.order(2, &[cancel(1)]);
     assert_eq!(rig.read_failed(3, 1, LoadFailure::Cancelled), NOTHING);
-    assert_eq!(rig.pass(RENEW_MS), ["d0: renew [5]"], "and it is still renewed");
+    assert_eq!(rig.pass(RENEW_MS), ["d0: renew"], "and it is still renewed");
     assert_eq!(rig.read_ended(RENEW_MS + 1, 2), ["d0: read done 5/2"]);
     rig.hear(RENEW_MS + 2, dialled(0), confirmed(5, 2));
     assert_eq!(rig.loads(), ends(&[(1, "cancelled"), (2, "ok")]));
@@ -340,12 +335,48 @@ fn p2_the_last_of_two_loads_gives_their_lease_back() {
 #[test]
 fn p1_of_two_loads_under_one_lease_each_needs_an_answer_of_its_own() {
     let mut rig = twins();
-    rig.read_ended(2, 1);
-    rig.read_ended(2, 2);
-    rig.hear(3, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.read_ended(2, 1), ["d0: read more 5/1"], "the other still reads");
+    assert_eq!(rig.read_ended(2, 2), ["d0: read done 5/2"], "nobody else does");
+    assert_eq!(rig.pass(2 + REPEAT_MS), ["d0: read more 5/1", "d0: read done 5/2"], "as before");
+    rig.hear(103, dialled(0), confirmed(5, 1));
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
-    rig.hear(3, dialled(0), lapsed(5, 2));
+    assert_eq!(rig.hear(103, dialled(0), lapsed(5, 2)), NOTHING);
     assert_eq!(rig.loads(), ends(&[(2, "lapsed")]));
+}
+
+// H-12, H-22
+#[test]
+fn the_last_answer_ends_a_lease_that_nobody_else_has_ended() {
+    let mut rig = twins();
+    rig.read_ended(2, 1);
+    assert_eq!(rig.read_failed(3, 2, LoadFailure::ReadFailed), NOTHING, "the other waits for its answer");
+    assert_eq!(rig.hear(4, dialled(0), confirmed(5, 1)), ["d0: read done 5/1"]);
+    assert_eq!(rig.hear(5, dialled(0), confirmed(5, 1)), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(2, "read_failed"), (1, "ok")]));
+}
+
+// H-13
+#[test]
+fn a_load_under_a_lease_that_is_known_to_be_over_is_not_read() {
+    let mut rig = reading();
+    rig.order(1, &[track(1, 6)]);
+    rig.hear(2, dialled(0), not_held(&[6]));
+    assert_eq!(rig.order(3, &[load(1, 6, 2)]), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(2, "lapsed")]));
+}
+
+// H-13
+#[test]
+fn a_long_read_has_its_lease_prolonged_before_it_begins() {
+    let config = |prolong_bytes| kv_worker::WorkerLimits { prolong_bytes, ..limits() };
+    for (bytes, told) in [(128, vec!["d0: renew all +[5]", "d0: renew", "d0: read 128 bytes for 1"])]
+        .into_iter()
+        .chain([(129, vec!["d0: renew all +[5]", "d0: read 128 bytes for 1"])])
+    {
+        let mut rig = Rig::with(config(bytes));
+        rig.order(0, &[load(1, 5, 1)]);
+        assert_eq!(rig.ready(0, 1, 0), told);
+    }
 }
 
 #[test]

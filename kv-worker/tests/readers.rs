@@ -44,7 +44,7 @@ fn a_fitting_hello_is_welcome() {
 // H-24
 #[test]
 fn whoever_speaks_before_greeting_is_expelled() {
-    let early = [welcome(1), read_done(1, 1), released(1, 1), WorkerMessage::Renew { leases: leases(&[1]) }];
+    let early = [welcome(1), read_done(1, 1), released(1, 1), renew(&[1])];
     for message in early {
         let mut rig = connected();
         assert_eq!(rig.hear(1, accepted(0), message), ["disconnect a0"]);
@@ -307,24 +307,79 @@ fn r022_an_early_reader_of_a_request_that_was_aborted_hears_that_it_lapsed() {
 fn r002_a_renewal_keeps_the_lease_and_answers_only_what_is_not_held() {
     let mut rig = lending();
     rig.own(0, &[announce(2)]);
-    let renew = |ids: &[u64]| WorkerMessage::Renew { leases: leases(ids) };
     assert_eq!(rig.hear(900, accepted(0), renew(&[1, 2])), NOTHING);
-    assert_eq!(rig.hear(900, accepted(0), renew(&[1, 2, 3])), ["a0: not held [3]"]);
+    assert_eq!(rig.hear(900, accepted(0), renew_next(1, &[3], &[])), ["a0: not held [3]"]);
     rig.pass(1_699);
     assert_eq!(ended(&mut rig), []);
-    rig.pass(1_700);
+    assert_eq!(rig.hear(1_699, accepted(0), renew_next(2, &[], &[])), NOTHING, "a sign of life, no list");
+    rig.pass(2_498);
+    assert_eq!(ended(&mut rig), []);
+    rig.pass(2_499);
     assert_eq!(ended(&mut rig), [(LeaseId(1), LeaseEnd::Expired)]);
-    assert_eq!(rig.hear(1_701, accepted(0), renew(&[1, 2])), ["a0: not held [1]"]);
+    assert_eq!(rig.hear(2_500, accepted(0), renew_next(3, &[1, 2], &[])), ["a0: not held [1]"]);
+}
+
+// H-13
+#[test]
+fn r002_a_renewal_that_is_missing_is_noticed_and_one_that_repeats_does_nothing() {
+    let mut rig = lending();
+    rig.own(0, &[announce(2), grant(2), announce(3), grant(3)]);
+    rig.hear(10, accepted(0), renew(&[1]));
+    assert_eq!(
+        rig.hear(20, accepted(0), renew_next(2, &[3], &[1])),
+        ["a0: relist"],
+        "the one before it is missing"
+    );
+    assert_eq!(rig.hear(30, accepted(0), renew_next(1, &[2], &[])), NOTHING, "it was only late");
+    assert_eq!(rig.hear(40, accepted(0), renew_next(1, &[], &[2])), NOTHING, "an old one");
+    let all = WorkerMessage::Renew { seq: 3, all: true, wanted: names(&[1, 2]), dropped: vec![] };
+    assert_eq!(rig.hear(50, accepted(0), all), NOTHING);
+    assert_eq!(rig.hear(60, accepted(0), renew(&[3])), NOTHING, "the list of before");
+    for n in 1..5 {
+        rig.hear(n * 700, accepted(0), renew_next(3 + n, &[], &[]));
+        rig.pass(n * 700);
+    }
+    assert_eq!(ended(&mut rig), [(LeaseId(3), LeaseEnd::Expired)], "nobody wanted that one");
+}
+
+// H-13
+#[test]
+fn a_reader_hears_when_a_lease_that_it_wants_is_over() {
+    let mut rig = lending();
+    rig.hear(10, accepted(0), renew(&[1]));
+    assert_eq!(rig.own(20, &[ProducerOrder::Revoke { lease: LeaseId(1) }]), ["a0: not held [1]"]);
+    assert_eq!(ended(&mut rig), [(LeaseId(1), LeaseEnd::Revoked)]);
+    assert_eq!(rig.hear(30, accepted(0), read_done(1, 4)), ["a0: lapsed 1/4"]);
 }
 
 // H-25
 #[test]
 fn r003_a_lost_consumer_costs_its_lease_and_nothing_else() {
     let mut rig = lending();
+    rig.own(0, &[announce(2), grant(2)]);
+    rig.hear(5, accepted(0), renew(&[1]));
     rig.lost(10, accepted(0));
+    assert_eq!(rig.pass(309), NOTHING);
     assert_eq!(ended(&mut rig), []);
+    rig.pass(310);
+    assert_eq!(ended(&mut rig), [(LeaseId(1), LeaseEnd::ConsumerLost)]);
     rig.pass(1_000);
-    assert_eq!(ended(&mut rig), [(LeaseId(1), LeaseEnd::Expired)]);
+    assert_eq!(ended(&mut rig), [(LeaseId(2), LeaseEnd::Expired)], "nobody had named that one");
+}
+
+// H-25
+#[test]
+fn a_consumer_that_comes_back_within_the_grace_keeps_its_leases() {
+    let mut rig = lending();
+    rig.hear(5, accepted(0), renew(&[1]));
+    rig.greet(8, 1, 7);
+    rig.lost(10, accepted(0));
+    rig.pass(400);
+    assert_eq!(ended(&mut rig), [], "it has another connection");
+    rig.lost(500, accepted(1));
+    rig.greet(700, 2, 7);
+    rig.pass(810);
+    assert_eq!(ended(&mut rig), [], "it is back");
 }
 
 // H-16
@@ -338,8 +393,8 @@ fn r015_a_read_done_that_arrived_in_time_counts_although_it_is_looked_at_late() 
 
 #[test]
 fn a_message_with_more_leases_than_one_may_name_expels_its_sender() {
-    let many = |count| WorkerMessage::Renew { leases: (0..count as u64).map(LeaseId).collect() };
-    assert_eq!(greeted().hear(1, accepted(0), many(LEASES_PER_MESSAGE_MAX)), ["a0: not held 16384 leases"]);
+    let many = |count| renew(&(0..count as u64).collect::<Vec<_>>());
+    assert_eq!(greeted().hear(1, accepted(0), many(LEASES_PER_MESSAGE_MAX)), ["a0: not held 8192 leases"]);
     assert_eq!(greeted().hear(1, accepted(0), many(LEASES_PER_MESSAGE_MAX + 1)), ["disconnect a0"]);
 }
 

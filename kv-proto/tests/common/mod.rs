@@ -19,14 +19,18 @@ pub(crate) fn engine(text: &str) -> EngineId {
     EngineId::new(text).unwrap()
 }
 
-pub(crate) const RELEASES: [ReleaseReason; 6] = [
+pub(crate) const RELEASES: [ReleaseReason; 7] = [
     ReleaseReason::NotNeeded,
     ReleaseReason::Aborted,
     ReleaseReason::Refused,
     ReleaseReason::LoadFailed,
     ReleaseReason::WaitedTooLong,
+    ReleaseReason::Draining,
     ReleaseReason::Other,
 ];
+
+pub(crate) const LEASE_ENDS: [LeaseEnd; 5] =
+    [LeaseEnd::Confirmed, LeaseEnd::Released, LeaseEnd::Expired, LeaseEnd::ConsumerLost, LeaseEnd::Revoked];
 
 pub(crate) const FAILURES: [LoadFailure; 17] = [
     LoadFailure::HandshakeUnreachable,
@@ -69,7 +73,7 @@ pub(crate) const REFUSALS: [RefusalCode; 6] = [
 pub(crate) fn messages() -> Vec<(String, WorkerMessage)> {
     let lease = LeaseId(3);
     let attempt = Attempt(1);
-    let leases = vec![LeaseId(0), LeaseId(200), LeaseId(u64::MAX)];
+    let names: Vec<_> = [0, 200, u64::MAX].map(|lease| (LeaseId(lease), offer())).to_vec();
     let mut all = vec![
         (
             "hello".to_owned(),
@@ -84,9 +88,14 @@ pub(crate) fn messages() -> Vec<(String, WorkerMessage)> {
             },
         ),
         ("welcome".to_owned(), WorkerMessage::Welcome { incarnation: LIFE, rank: Rank(1) }),
-        ("renew".to_owned(), WorkerMessage::Renew { leases: leases.clone() }),
-        ("not_held".to_owned(), WorkerMessage::NotHeld { leases }),
-        ("read_done".to_owned(), WorkerMessage::ReadDone { lease, attempt, offer: offer() }),
+        (
+            "renew".to_owned(),
+            WorkerMessage::Renew { seq: 3, all: true, wanted: names.clone(), dropped: names[..1].to_vec() },
+        ),
+        ("relist".to_owned(), WorkerMessage::Relist {}),
+        ("not_held".to_owned(), WorkerMessage::NotHeld { leases: names }),
+        ("read_done".to_owned(), WorkerMessage::ReadDone { lease, attempt, offer: offer(), more: false }),
+        ("read_more".to_owned(), WorkerMessage::ReadDone { lease, attempt, offer: offer(), more: true }),
         ("confirmed".to_owned(), WorkerMessage::Confirmed { lease, attempt }),
         ("lapsed".to_owned(), WorkerMessage::Lapsed { lease, attempt }),
     ];
@@ -123,12 +132,13 @@ pub(crate) fn plan() -> Plan {
         peer: peer.clone(),
         reason,
     }));
-    let terms = LeaseTerms { ttl_ms: 30_000, renewal_ms: 15_000, max_ms: 600_000 };
+    let terms = LeaseTerms { ttl_ms: 30_000, renewal_ms: 15_000, max_ms: 600_000, grace_ms: 3_000 };
     Plan {
         producer: vec![
             ProducerOrder::Announce { lease: LeaseId(7) },
             ProducerOrder::Grant { lease: LeaseId(7), terms, offer: offer() },
             ProducerOrder::Forget { lease: LeaseId(8) },
+            ProducerOrder::Revoke { lease: LeaseId(7) },
         ],
         consumer,
     }
@@ -136,7 +146,7 @@ pub(crate) fn plan() -> Plan {
 
 /// A report with every outcome.
 pub(crate) fn report() -> Report {
-    let ends = [LeaseEnd::Confirmed, LeaseEnd::Released, LeaseEnd::Expired];
+    let ends = LEASE_ENDS;
     let stats = LoadStats { bytes: 1 << 33, ranges: 300, read_us: 70_000, confirm_us: 90 };
     let mut loads = vec![(LoadId(0), PullEnd::Loaded(stats))];
     for (i, reason) in (1..).zip(FAILURES) {

@@ -13,8 +13,8 @@
 use std::collections::BTreeMap;
 
 use kv_proto::{
-    BlockList, ConsumerOrder, GroupBlocks, LeaseRef, LoadFailure, LoadId, LoadStats, Moment, OfferDigest,
-    PeerLocator, PullEnd, Rank, ReleaseReason, RemotePrefill, RequestId, Timers,
+    BlockList, ConsumerOrder, GroupBlocks, LeaseRef, LoadFailure, LoadId, LoadStats, Moment, PeerLocator,
+    PullEnd, Rank, ReleaseReason, RemotePrefill, RequestId, Timers,
 };
 
 use crate::config::SchedConfig;
@@ -36,16 +36,11 @@ enum Request {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Load {
     request: RequestId,
-    lease: LeaseRef,
-    offer: OfferDigest,
-    peer: PeerLocator,
     blocks: Vec<BlockList>,
     local_tokens: u32,
     tokens: u32,
     ended: BTreeMap<Rank, PullEnd>,
     stage: Stage,
-    /// Another request brought the same offer and gave it up meanwhile: it is given back when this load has ended.
-    owed: Option<ReleaseReason>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -163,43 +158,31 @@ impl Consumer {
         self.requests.insert(request, Request::Queued { remote: Box::new(remote), lease, until });
     }
 
-    /// An offer that came with a request which is refused: it is given back at once.
-    pub fn refused(&mut self, remote: &RemotePrefill, orders: &mut Vec<ConsumerOrder>) {
-        if let Some(lease) = remote.lease_ref() {
-            self.give_back(lease, remote.digest(), locator(remote), ReleaseReason::Refused, orders);
-        }
-    }
-
-    fn give_back(
+    /// An offer that came with a request which is refused: it is given back at once, unless another request lives
+    /// by it.
+    pub fn refused(
         &mut self,
-        lease: LeaseRef,
-        offer: OfferDigest,
-        peer: PeerLocator,
+        remote: &RemotePrefill,
         reason: ReleaseReason,
         orders: &mut Vec<ConsumerOrder>,
     ) {
-        // A router that tries again brings the same offer twice. As long as another request of ours lives by it,
-        // it is not ours to give back. A queued one will end it; a load is already ending it on some ranks, which
-        // may have begun to renew it again for us, so that they must be told afterwards.
-        // The locator counts too: workers renew by it, and a forged one would be renewed for ever.
-        let queued = self.requests.values().any(|request| match request {
-            Request::Queued { remote, lease: l, .. } => {
-                *l == lease && locator(remote) == peer && remote.digest() == offer
-            }
-            Request::Loading { .. } | Request::Settled => false,
-        });
-        if queued {
-            return;
+        if let Some(lease) = remote.lease_ref() {
+            let (offer, peer) = (remote.digest(), locator(remote));
+            orders.push(ConsumerOrder::Track { lease, offer, peer });
+            self.give_back(lease, remote, reason, orders);
         }
-        if let Some(load) = self
-            .loads
-            .values_mut()
-            .find(|load| (load.lease, load.offer) == (lease, offer) && load.peer == peer)
-        {
-            load.owed.get_or_insert(reason);
-            return;
-        }
+    }
+
+    /// The workers know which other requests live by the same offer, and tell the producer when it was the last.
+    fn give_back(
+        &mut self,
+        lease: LeaseRef,
+        remote: &RemotePrefill,
+        reason: ReleaseReason,
+        orders: &mut Vec<ConsumerOrder>,
+    ) {
         *self.stats.released.entry(reason).or_default() += 1;
+        let (offer, peer) = (remote.digest(), locator(remote));
         orders.push(ConsumerOrder::Release { lease, offer, peer, reason });
     }
 
@@ -241,10 +224,10 @@ impl Consumer {
         }
         let (lease, until) = (*lease, *until);
         if remote_tokens == 0 {
-            let (offer, peer) = (remote.digest(), locator(remote));
+            let remote = remote.clone();
             self.timers.clear(until, TimerKey::Request(request.clone()));
             self.requests.insert(request.clone(), Request::Settled);
-            self.give_back(lease, offer, peer, ReleaseReason::NotNeeded, orders);
+            self.give_back(lease, &remote, ReleaseReason::NotNeeded, orders);
             return Ok(());
         }
         let first = local_tokens / config.block_tokens;
@@ -296,15 +279,11 @@ impl Consumer {
         let offer = remote.digest();
         let record = Load {
             request: request.clone(),
-            lease,
-            offer,
-            peer: locator(remote),
             blocks: groups.iter().map(|g| g.local.clone()).collect(),
             local_tokens,
             tokens: remote.tokens,
             ended: BTreeMap::new(),
             stage: Stage::Running { until: now + config.load_limit },
-            owed: None,
         };
         orders.push(ConsumerOrder::Load { load, lease, offer, peer: locator(remote), groups });
         self.timers.clear(until, TimerKey::Request(request.clone()));
@@ -327,7 +306,7 @@ impl Consumer {
             Request::Settled => Verdict::Free,
             Request::Queued { remote, lease, until } => {
                 self.timers.clear(until, TimerKey::Request(request.clone()));
-                self.give_back(lease, remote.digest(), locator(&remote), ReleaseReason::Aborted, orders);
+                self.give_back(lease, &remote, ReleaseReason::Aborted, orders);
                 Verdict::Free
             }
             Request::Loading { load } => {
@@ -337,6 +316,74 @@ impl Consumer {
             }
         };
         Some(Finish { verdict, params: None })
+    }
+
+    /// A request lost its blocks while it waited or loaded: it goes on without its remote source, and what a load
+    /// may still write is held. `None` if it is not one of this machine's.
+    pub fn preempted(
+        &mut self,
+        now: Moment,
+        config: &SchedConfig,
+        request: &RequestId,
+        orders: &mut Vec<ConsumerOrder>,
+    ) -> Option<Verdict> {
+        match self.requests.get(request)? {
+            // Nothing is allocated yet, or everything was used.
+            Request::Queued { .. } | Request::Settled => Some(Verdict::Free),
+            Request::Loading { load } => {
+                let load = *load;
+                orders.push(ConsumerOrder::Cancel { load });
+                self.abandon(now, config, load);
+                self.requests.insert(request.clone(), Request::Settled);
+                Some(Verdict::Hold(HoldId::Load(load)))
+            }
+        }
+    }
+
+    /// A queued request is computed here.
+    fn settle(&mut self, request: RequestId, reason: ReleaseReason, orders: &mut Vec<ConsumerOrder>) {
+        let Some(record) = self.requests.get_mut(&request) else { return };
+        match std::mem::replace(record, Request::Settled) {
+            Request::Queued { remote, lease, until } => {
+                self.timers.clear(until, TimerKey::Request(request));
+                self.give_back(lease, &remote, reason, orders);
+            }
+            other @ (Request::Loading { .. } | Request::Settled) => *record = other,
+        }
+    }
+
+    /// Requests that wait, and loads in the workers' hands.
+    pub fn remaining(&self) -> (usize, usize) {
+        let queued = self.requests.values().filter(|r| matches!(r, Request::Queued { .. })).count();
+        (queued, self.loads.len())
+    }
+
+    /// Gives back what waits and cancels what loads: the requests go on by themselves.
+    pub fn end_all(&mut self, now: Moment, config: &SchedConfig, orders: &mut Vec<ConsumerOrder>) {
+        let queued: Vec<RequestId> = self.requests.keys().cloned().collect();
+        for request in queued {
+            self.settle(request, ReleaseReason::Draining, orders);
+        }
+        let loads: Vec<LoadId> = self.loads.keys().copied().collect();
+        for load in loads {
+            self.cancel_late(now, config, load, orders);
+        }
+    }
+
+    fn cancel_late(
+        &mut self,
+        now: Moment,
+        config: &SchedConfig,
+        load: LoadId,
+        orders: &mut Vec<ConsumerOrder>,
+    ) {
+        let Some(Load { stage, .. }) = self.loads.get_mut(&load) else { return };
+        let Stage::Running { until } = *stage else { return };
+        orders.push(ConsumerOrder::Cancel { load });
+        self.timers.clear(until, TimerKey::Load(load));
+        let until = now + config.report_grace;
+        *stage = Stage::Cancelling { until };
+        self.timers.set(until, TimerKey::Load(load));
     }
 
     fn abandon(&mut self, now: Moment, config: &SchedConfig, load: LoadId) {
@@ -356,7 +403,6 @@ impl Consumer {
         rank: Rank,
         load: LoadId,
         end: PullEnd,
-        orders: &mut Vec<ConsumerOrder>,
         events: &mut Vec<SchedEvent>,
     ) {
         let Some(record) = self.loads.get_mut(&load) else {
@@ -371,10 +417,7 @@ impl Consumer {
         if record.ended.len() < config.topology.ranks as usize {
             return;
         }
-        let Some(mut record) = self.loads.remove(&load) else { return };
-        if let Some(reason) = record.owed.take() {
-            self.give_back(record.lease, record.offer, record.peer.clone(), reason, orders);
-        }
+        let Some(record) = self.loads.remove(&load) else { return };
         match record.stage {
             Stage::Running { until } | Stage::Cancelling { until } => {
                 self.timers.clear(until, TimerKey::Load(load));
@@ -438,13 +481,12 @@ impl Consumer {
     }
 
     fn request_late(&mut self, now: Moment, request: RequestId, orders: &mut Vec<ConsumerOrder>) {
-        let Some(Request::Queued { remote, lease, until }) = self.requests.get(&request) else { return };
-        if *until > now {
-            return;
+        match self.requests.get(&request) {
+            Some(Request::Queued { until, .. }) if *until <= now => {
+                self.settle(request, ReleaseReason::WaitedTooLong, orders);
+            }
+            _ => {}
         }
-        let (lease, offer, peer) = (*lease, remote.digest(), locator(remote));
-        self.requests.insert(request, Request::Settled);
-        self.give_back(lease, offer, peer, ReleaseReason::WaitedTooLong, orders);
     }
 
     fn load_late(
@@ -457,12 +499,7 @@ impl Consumer {
     ) {
         let Some(record) = self.loads.get_mut(&load) else { return };
         match record.stage {
-            Stage::Running { until } if until <= now => {
-                orders.push(ConsumerOrder::Cancel { load });
-                let until = now + config.report_grace;
-                record.stage = Stage::Cancelling { until };
-                self.timers.set(until, TimerKey::Load(load));
-            }
+            Stage::Running { until } if until <= now => self.cancel_late(now, config, load, orders),
             Stage::Cancelling { until } if until <= now => {
                 let request = record.request.clone();
                 let missing = missing(record, config);

@@ -44,6 +44,10 @@ pub struct ProducerStats {
     pub released: u64,
     /// Leases that ended by time on at least one rank.
     pub expired: u64,
+    /// Leases whose consumers died, as far as at least one rank knows.
+    pub consumer_lost: u64,
+    /// Leases that were taken back.
+    pub revoked: u64,
     /// Requests that were to be handed over and were not: aborted, incomplete or empty.
     pub forgotten: u64,
     /// Reports of ends that were known or of leases that were not: harmless.
@@ -93,6 +97,16 @@ impl Producer {
         self.held.len()
     }
 
+    /// Requests that compute for somebody else.
+    pub fn computing_count(&self) -> usize {
+        self.computing.len()
+    }
+
+    /// Takes every lease back. Blocks are free when the workers have reported, as at any other end.
+    pub fn end_all(&self, orders: &mut Vec<ProducerOrder>) {
+        orders.extend(self.held.keys().map(|lease| ProducerOrder::Revoke { lease: *lease }));
+    }
+
     /// When [`Producer::time_passed`] wants to be called.
     pub fn next_deadline(&self) -> Option<Moment> {
         self.timers.next()
@@ -113,18 +127,21 @@ impl Producer {
         orders.push(ProducerOrder::Announce { lease });
     }
 
-    /// A request ended. `None` if it is not one of this machine's.
+    /// A request ended. `None` if it is not one of this machine's. With `hands_over` false nothing is handed over,
+    /// however complete it is.
     pub fn finished(
         &mut self,
         now: Moment,
         config: &SchedConfig,
         request: &RequestId,
         end: &RequestEnd,
+        hands_over: bool,
         orders: &mut Vec<ProducerOrder>,
     ) -> Option<Finish> {
         let Computing { lease, prompt_tokens, token_digest, other } = self.computing.remove(request)?;
         let handed = match end {
             RequestEnd::Aborted => None,
+            RequestEnd::Complete { .. } if !hands_over => None,
             RequestEnd::Complete { computed_tokens, blocks } => {
                 hand_over(config, prompt_tokens, *computed_tokens, blocks)
             }
@@ -208,6 +225,8 @@ impl Producer {
         match end {
             LeaseEnd::Confirmed => self.stats.confirmed += 1,
             LeaseEnd::Released => self.stats.released += 1,
+            LeaseEnd::ConsumerLost => self.stats.consumer_lost += 1,
+            LeaseEnd::Revoked => self.stats.revoked += 1,
             _ => self.stats.expired += 1,
         }
         events.push(SchedEvent::BlocksReleased {

@@ -45,6 +45,7 @@ pub(crate) fn config(ranks: u32) -> SchedConfig {
         lease_ttl: ms(TTL_MS),
         lease_renewal: ms(800),
         lease_max: ms(LEASE_MAX_MS),
+        lease_grace: ms(300),
         min_remote_tokens: 4,
         queue_limit: ms(QUEUE_MS),
         load_limit: ms(LOAD_MS),

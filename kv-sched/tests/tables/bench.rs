@@ -105,6 +105,24 @@ impl Bench {
         })
     }
 
+    /// The request loses its blocks.
+    pub(crate) fn preempt(&mut self) -> Vec<String> {
+        self.step(|s, now| {
+            Some(match s.request_preempted(now, &req(R)) {
+                Verdict::Free => "verdict Free".to_owned(),
+                Verdict::Hold(held) => format!("verdict Hold {}", hold(held)),
+            })
+        })
+    }
+
+    /// Takes nothing more, and ends what is there at once.
+    pub(crate) fn drain(&mut self) -> Vec<String> {
+        self.step(|s, now| {
+            s.drain(now, std::time::Duration::ZERO);
+            None
+        })
+    }
+
     pub(crate) fn pass(&mut self, ms: u64) -> Vec<String> {
         self.now += ms;
         self.step(|s, now| {
@@ -141,6 +159,7 @@ fn producer_order(order: &ProducerOrder) -> String {
         ProducerOrder::Announce { lease } => format!("Announce {lease}"),
         ProducerOrder::Grant { lease, .. } => format!("Grant {lease}"),
         ProducerOrder::Forget { lease } => format!("Forget {lease}"),
+        ProducerOrder::Revoke { lease } => format!("Revoke {lease}"),
         other => format!("{other:?}"),
     }
 }
@@ -173,6 +192,10 @@ fn event(event: &SchedEvent) -> String {
             format!("LoadEnded: {reason}, {valid_tokens} tokens valid, {blocks} blocks invalid and {held}")
         }
         SchedEvent::BlocksReleased { hold: held, .. } => format!("BlocksReleased {}", hold(*held)),
+        SchedEvent::Drained { left } => {
+            let held = left.leases + left.loads;
+            format!("Drained: {} compute or wait, {held} hold blocks", left.computing + left.queued)
+        }
         SchedEvent::WorkersSilent { hold: held, missing } => {
             let missing: Vec<String> = missing.iter().map(|rank| rank.to_string()).collect();
             format!("WorkersSilent {}: {}", hold(*held), missing.join(", "))

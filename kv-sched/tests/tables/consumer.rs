@@ -148,6 +148,8 @@ const REQUEST_INPUTS: &[Input<Bench>] = &[
     ("load-1, rank 0: loaded", loaded_0),
     ("load-1, both ranks: loaded", both_loaded),
     ("load-1, rank 0: lapsed; rank 1: loaded", |b| [lapsed_0(b), loaded_1(b)].concat()),
+    ("preempted", Bench::preempt),
+    ("drained, at once", Bench::drain),
     ("queue limit passes", |b| b.pass(QUEUE_MS)),
     ("load limit passes", load_late),
     ("load limit passes, then grace", |b| [load_late(b), grace(b)].concat()),
@@ -159,6 +161,9 @@ const LOAD_INPUTS: &[Input<Bench>] = &[
     ("allocated, 0 remote tokens", |b| b.allocate(R, 0, 0, run(40, 2))),
     ("request finished", finished),
     ("request aborted", aborted),
+    ("request preempted", Bench::preempt),
+    ("drained, at once", Bench::drain),
+    ("drained, then grace passes", |b| [b.drain(), grace(b)].concat()),
     ("a twin arrived and was aborted", |b| {
         [twin_arrived(b), b.finish("twin", &RequestEnd::Aborted)].concat()
     }),

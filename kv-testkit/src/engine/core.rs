@@ -489,6 +489,8 @@ impl Core {
                         self.release(blocks);
                     }
                 }
+                SchedEvent::Drained { left } if left.is_empty() => tracing::info!("drained"),
+                SchedEvent::Drained { left } => tracing::warn!(?left, "the drain's limit is over"),
                 SchedEvent::WorkersSilent { hold, missing } => {
                     tracing::error!(?hold, ?missing, "workers do not report");
                 }

@@ -191,6 +191,7 @@ fn half(side: usize, life: u64, ranks: usize) -> Option<Half> {
         lease_ttl: Duration::from_millis(100),
         lease_renewal: Duration::from_millis(100),
         lease_max: Duration::from_millis(400),
+        lease_grace: Duration::from_millis(50),
         min_remote_tokens: 1,
         queue_limit: Duration::from_secs(10),
         load_limit: Duration::from_secs(20),
@@ -487,7 +488,7 @@ impl State {
                     }
                 }
                 SchedEvent::LoadEnded { request, result } => self.load_ended(&request, &result),
-                SchedEvent::WorkersSilent { .. } => {}
+                SchedEvent::WorkersSilent { .. } | SchedEvent::Drained { .. } => {}
             }
         }
     }

@@ -201,6 +201,7 @@ impl World {
             lease_ttl: Duration::from_millis(500),
             lease_renewal: Duration::from_millis(500),
             lease_max: Duration::from_millis(4_000),
+            lease_grace: Duration::from_millis(300),
             min_remote_tokens: 1,
             queue_limit: Duration::from_millis(3_000),
             load_limit: Duration::from_millis(4_000),
@@ -620,6 +621,9 @@ impl World {
                             self.violate(Invariant::EndsOnce, what);
                         }
                     }
+                }
+                SchedEvent::Drained { left } => {
+                    self.tell(|| format!("engine {index} has drained, left {left:?}"));
                 }
                 SchedEvent::WorkersSilent { hold, missing } => {
                     self.tell(|| format!("{hold:?} on engine {index}: no word from {missing:?}"));

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kv_proto::handshake::{Answer, EngineCard, HandshakeError, Query};
-use kv_proto::message::WorkerMessage;
+use kv_proto::message::{OfferName, WorkerMessage};
 use kv_proto::{Attempt, LoadFailure, LoadId, PeerLocator};
 use kv_transport::Address;
 use kv_worker::Failure;
@@ -244,11 +244,11 @@ impl World {
             (Some(Canary::LapsedIgnored), WorkerMessage::Lapsed { lease, attempt }) => {
                 WorkerMessage::Confirmed { lease, attempt }
             }
-            (Some(Canary::AttemptIgnored), WorkerMessage::ReadDone { lease, attempt, offer }) => {
+            (Some(Canary::AttemptIgnored), WorkerMessage::ReadDone { lease, attempt, offer, more }) => {
                 if let Some(link) = self.links.get_mut(&id) {
                     link.asked = attempt;
                 }
-                WorkerMessage::ReadDone { lease, attempt: Attempt(1), offer }
+                WorkerMessage::ReadDone { lease, attempt: Attempt(1), offer, more }
             }
             (Some(Canary::AttemptIgnored), WorkerMessage::Confirmed { lease, .. }) => {
                 WorkerMessage::Confirmed { lease, attempt: link.asked }
@@ -261,14 +261,14 @@ impl World {
             {
                 WorkerMessage::Lapsed { lease, attempt }
             }
-            (Some(Canary::EarlyEndRefused), WorkerMessage::ReadDone { lease, attempt, offer })
+            (Some(Canary::EarlyEndRefused), WorkerMessage::ReadDone { lease, attempt, offer, more })
                 if self.granted(link.producer, lease).is_none() =>
             {
                 // As if the ledger had answered at once that it does not know the lease.
                 if let Ok(bytes) = (WorkerMessage::Lapsed { lease, attempt }).encode() {
                     self.after(MS, Event::Message { link: id, to_producer: false, bytes });
                 }
-                WorkerMessage::ReadDone { lease, attempt, offer }
+                WorkerMessage::ReadDone { lease, attempt, offer, more }
             }
             (
                 Some(
@@ -277,11 +277,25 @@ impl World {
                     | Canary::SameLife
                     | Canary::IncarnationIgnored,
                 ),
-                WorkerMessage::ReadDone { lease, attempt, offer },
+                WorkerMessage::Renew { seq, all, mut wanted, dropped },
+            ) => {
+                for (lease, offer) in &mut wanted {
+                    *offer = self.granted(link.producer, *lease).unwrap_or(*offer);
+                }
+                WorkerMessage::Renew { seq, all, wanted, dropped }
+            }
+            (
+                Some(
+                    Canary::OfferIgnored
+                    | Canary::DigestIgnored
+                    | Canary::SameLife
+                    | Canary::IncarnationIgnored,
+                ),
+                WorkerMessage::ReadDone { lease, attempt, offer, more },
             ) => {
                 // The offer's digest covers life, prompt and blocks; who ignores one of them ignores it.
                 let offer = self.granted(link.producer, lease).unwrap_or(offer);
-                WorkerMessage::ReadDone { lease, attempt, offer }
+                WorkerMessage::ReadDone { lease, attempt, offer, more }
             }
             (
                 Some(Canary::IncarnationIgnored),
@@ -321,8 +335,15 @@ fn refusal(error: &HandshakeError) -> Failure {
 fn words(message: &WorkerMessage) -> String {
     match message {
         WorkerMessage::Hello { to, .. } => format!("Hello to life {to}"),
-        WorkerMessage::Renew { leases } => format!("Renew {leases:?}"),
-        WorkerMessage::NotHeld { leases } => format!("NotHeld {leases:?}"),
+        WorkerMessage::Renew { seq, all, wanted, dropped } => {
+            let list = if *all { " all" } else { "" };
+            format!("Renew {seq}{list}, wanted {}, dropped {}", leases(wanted), leases(dropped))
+        }
+        WorkerMessage::NotHeld { leases: names } => format!("NotHeld {}", leases(names)),
         other => format!("{other:?}"),
     }
+}
+
+fn leases(names: &[OfferName]) -> String {
+    format!("{:?}", names.iter().map(|(lease, _)| lease.0).collect::<Vec<_>>())
 }

@@ -32,6 +32,8 @@ const LIMITS: WorkerLimits = WorkerLimits {
     confirm: Duration::from_millis(400),
     confirm_repeat: Duration::from_millis(100),
     renew_every: Duration::from_millis(100),
+    // Some reads of a world are that long, others are not.
+    prolong_bytes: 3 * CELL_BYTES * LAYERS as u64,
     remember_ended: Duration::from_millis(2_000),
     peer_idle: Duration::from_millis(5_000),
 };

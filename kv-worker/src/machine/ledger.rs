@@ -1,17 +1,21 @@
-//! The producer's ledger: which leases are held, and who has ended them.
+//! The producer's ledger: which leases are held, who wants them, and who has ended them.
 //!
 //! ```text
-//!  Announced ──grant──► Held ──every reader ended, or time over──► Ended ──remembered long enough──► (gone)
-//!      └──forget──────────────────────────────────────────────────────┘
+//!  Announced ──grant──► Held ──every reader ended, time over, readers dead, revoked──► Ended ──remembered──► (gone)
+//!      └──forget──────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
 //! The one thing that matters: [`Answer::Confirmed`] is given for a lease only while it is held and its end has
 //! not been reported to the scheduler half. Blocks are freed on that report alone, so a confirmed read cannot have
 //! seen a block's next owner.
+//!
+//! A reader names a lease once, and then only says that it lives: what it costs to keep a hundred thousand leases
+//! is one small message per reader and interval, and one moved deadline.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use kv_proto::message::OfferName;
 use kv_proto::{Attempt, Incarnation, LeaseEnd, LeaseId, LeaseTerms, Moment, OfferDigest, Rank, Timers};
 
 /// Who ends a lease: one rank of one life of a consumer.
@@ -28,6 +32,8 @@ pub struct Reader {
 pub enum Ending {
     /// It has read, and wants to know whether the lease held.
     ReadDone,
+    /// As before, but others of the same reader's requests still read: the lease goes on.
+    ReadMore,
     /// It will not read, or not any more.
     Released,
 }
@@ -71,24 +77,47 @@ pub struct ReaderEnding {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Lease {
-    /// Endings that came early, in the order in which they came.
     Announced {
+        /// Endings that came early, in the order in which they came.
         early: Vec<ReaderEnding>,
+        /// Who wants it already, and as what.
+        wanted: Vec<(Reader, OfferDigest)>,
     },
     Held {
         offer: OfferDigest,
+        /// The end, as long as nobody wants it.
         expires: Moment,
-        renewal: Duration,
+        /// The end, whoever wants it.
         latest: Moment,
+        /// Who wants it, each one of [`Ledger::living`]. Empty: it ends at `expires`.
+        wanted: Vec<Reader>,
+        /// Reads that were confirmed without ending it.
+        confirmed: Vec<(Reader, Attempt)>,
         ends: BTreeMap<Reader, (Attempt, Ending)>,
     },
     Ended {
-        confirmed: BTreeSet<(Reader, Attempt, OfferDigest)>,
+        confirmed: Vec<(Reader, Attempt, OfferDigest)>,
         forget_at: Moment,
     },
 }
 
-/// Most early endings kept for one announced lease; a consumer has as many as it has readers here.
+/// A reader that wants leases, and until when it counts as alive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Living {
+    until: Moment,
+    /// Whether it has no connection.
+    lost: bool,
+    leases: BTreeSet<LeaseId>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum TimerKey {
+    Lease(LeaseId),
+    Reader(Reader),
+}
+
+/// Most early endings, and most early wishes, kept for one announced lease; a consumer has as many as it has readers
+/// here.
 const EARLY_MAX: usize = 64;
 /// Most readers kept for one held lease, over all consumers that try.
 const READERS_MAX: usize = 256;
@@ -108,20 +137,31 @@ pub struct LedgerStats {
     pub foreign_offers: u64,
     /// Leases that ended by time.
     pub expired: u64,
-    /// Renewals that found their lease held.
+    /// Leases that ended because every consumer that wanted them is gone.
+    pub consumer_lost: u64,
+    /// Leases that the own scheduler half took back.
+    pub revoked: u64,
+    /// Signs of life of readers that want leases.
     pub renewed: u64,
 }
+
+/// A lease that a reader wants and that is held no more.
+pub type Notice = (Reader, OfferName);
 
 /// The machine.
 #[derive(Debug, Clone)]
 pub struct Ledger {
     remember: Duration,
+    /// Those of the newest grant; they are an engine's, not a lease's.
+    terms: Option<LeaseTerms>,
     /// The lowest id never seen: announcements come in order, so a lower one that is unknown is over for good.
     next: u64,
     leases: BTreeMap<LeaseId, Lease>,
-    timers: Timers<LeaseId>,
+    living: BTreeMap<Reader, Living>,
+    timers: Timers<TimerKey>,
     ended: Vec<(LeaseId, LeaseEnd)>,
     late: Vec<LateAnswer>,
+    notices: Vec<Notice>,
     stats: LedgerStats,
 }
 
@@ -130,11 +170,14 @@ impl Ledger {
     pub fn new(remember: Duration) -> Self {
         Self {
             remember,
+            terms: None,
             next: 0,
             leases: BTreeMap::new(),
+            living: BTreeMap::new(),
             timers: Timers::default(),
             ended: Vec::new(),
             late: Vec::new(),
+            notices: Vec::new(),
             stats: LedgerStats::default(),
         }
     }
@@ -169,6 +212,11 @@ impl Ledger {
         std::mem::take(&mut self.late)
     }
 
+    /// Leases that readers want and that are held no more, since the last call.
+    pub fn take_notices(&mut self) -> Vec<Notice> {
+        std::mem::take(&mut self.notices)
+    }
+
     /// Whether the id is a new one, which it is once.
     fn is_new(&mut self, lease: LeaseId) -> bool {
         let new = lease.0 >= self.next;
@@ -181,15 +229,15 @@ impl Ledger {
     /// The request that may become this lease begins. Leases are announced in the order of their ids.
     pub fn announce(&mut self, lease: LeaseId) {
         if self.is_new(lease) {
-            self.leases.insert(lease, Lease::Announced { early: Vec::new() });
+            self.leases.insert(lease, Lease::Announced { early: Vec::new(), wanted: Vec::new() });
         }
     }
 
     /// The lease begins. Endings that came early count from now.
     pub fn grant(&mut self, now: Moment, lease: LeaseId, terms: LeaseTerms, offer: OfferDigest) {
-        let early = match self.leases.remove(&lease) {
-            Some(Lease::Announced { early }) => early,
-            None if self.is_new(lease) => Vec::new(),
+        let (early, wishes) = match self.leases.remove(&lease) {
+            Some(Lease::Announced { early, wanted }) => (early, wanted),
+            None if self.is_new(lease) => (Vec::new(), Vec::new()),
             // A lease is granted once, or "held now" would not mean "held throughout". A second grant, also of one
             // that is forgotten here, is the own scheduler's mistake and changes nothing.
             None => return,
@@ -198,11 +246,21 @@ impl Ledger {
                 return;
             }
         };
+        self.terms = Some(terms);
         let expires = now + Duration::from_millis(terms.ttl_ms);
         let latest = now + Duration::from_millis(terms.max_ms);
-        let renewal = Duration::from_millis(terms.renewal_ms);
-        self.timers.set(expires, lease);
-        self.leases.insert(lease, Lease::Held { offer, expires, renewal, latest, ends: BTreeMap::new() });
+        let mut wanted = Vec::new();
+        for (reader, named) in wishes {
+            if named == offer {
+                wanted.push(reader);
+            } else {
+                self.forsake(reader, lease);
+                self.notices.push((reader, (lease, named)));
+            }
+        }
+        self.timers.set(if wanted.is_empty() { expires } else { latest }, TimerKey::Lease(lease));
+        let (confirmed, ends) = (Vec::new(), BTreeMap::new());
+        self.leases.insert(lease, Lease::Held { offer, expires, latest, wanted, confirmed, ends });
         for ending in early {
             let answer = self.ending(now, lease, ending);
             self.answer_late(lease, ending, answer);
@@ -212,16 +270,32 @@ impl Ledger {
     /// The announced request hands nothing over.
     pub fn forget(&mut self, now: Moment, lease: LeaseId) {
         let Some(Lease::Announced { .. }) = self.leases.get(&lease) else { return };
-        let Some(Lease::Announced { early }) = self.leases.remove(&lease) else { return };
-        self.remember_end(now, lease, BTreeSet::new());
+        let Some(Lease::Announced { early, wanted }) = self.leases.remove(&lease) else { return };
+        for (reader, named) in wanted {
+            self.forsake(reader, lease);
+            self.notices.push((reader, (lease, named)));
+        }
+        self.remember_end(now, lease, Vec::new());
         for ending in early {
             let answer = self.ending(now, lease, ending);
             self.answer_late(lease, ending, answer);
         }
     }
 
+    /// The own scheduler half takes a lease back.
+    pub fn revoke(&mut self, now: Moment, lease: LeaseId) {
+        match self.leases.get(&lease) {
+            Some(Lease::Held { .. }) => {
+                self.stats.revoked += 1;
+                self.end(now, lease, LeaseEnd::Revoked);
+            }
+            Some(Lease::Announced { .. }) => self.forget(now, lease),
+            Some(Lease::Ended { .. }) | None => {}
+        }
+    }
+
     fn answer_late(&mut self, lease: LeaseId, ending: ReaderEnding, answer: Option<Answer>) {
-        if let (Ending::ReadDone, Some(answer)) = (ending.ending, answer) {
+        if let (Ending::ReadDone | Ending::ReadMore, Some(answer)) = (ending.ending, answer) {
             let ReaderEnding { reader, attempt, .. } = ending;
             self.late.push(LateAnswer { reader, lease, attempt, answer });
         }
@@ -236,7 +310,7 @@ impl Ledger {
                 self.stats.strays += 1;
                 Some(self.lapse(how))
             }
-            Some(Lease::Announced { early }) => {
+            Some(Lease::Announced { early, .. }) => {
                 self.stats.early += 1;
                 if early.contains(&ending) {
                     None
@@ -255,17 +329,29 @@ impl Ledger {
                     Some(self.lapse(how))
                 }
             }
-            Some(Lease::Held { offer, ends, .. }) => {
+            Some(Lease::Held { offer, confirmed, ends, .. }) => {
                 if named != *offer {
                     // It speaks of something else than was offered. Who guesses a lease's number ends nothing.
                     self.stats.foreign_offers += 1;
                     return Some(self.lapse(how));
                 }
+                let again = confirmed.contains(&(reader, attempt));
                 if let Some((first, first_how)) = ends.get(&reader) {
                     // The reader has ended once. The same try gets the same answer, another one came too late.
-                    let same = (*first, *first_how) == (attempt, Ending::ReadDone);
+                    let same = again || (*first, *first_how) == (attempt, Ending::ReadDone);
                     self.stats.strays += 1;
                     return Some(if same { Answer::Confirmed } else { self.lapse(how) });
+                }
+                if how == Ending::ReadMore {
+                    if again {
+                        self.stats.strays += 1;
+                    } else if confirmed.len() < READERS_MAX {
+                        confirmed.push((reader, attempt));
+                        self.stats.confirmed += 1;
+                    } else {
+                        return Some(self.lapse(how));
+                    }
+                    return Some(Answer::Confirmed);
                 }
                 if ends.len() >= READERS_MAX {
                     return Some(self.lapse(how));
@@ -278,82 +364,220 @@ impl Ledger {
                     let end = if all_read { LeaseEnd::Confirmed } else { LeaseEnd::Released };
                     self.end(now, lease, end);
                 }
-                match how {
-                    Ending::ReadDone => {
-                        self.stats.confirmed += 1;
-                        Some(Answer::Confirmed)
-                    }
-                    Ending::Released => Some(Answer::Lapsed),
+                if how == Ending::Released {
+                    return Some(Answer::Lapsed);
                 }
+                self.stats.confirmed += u64::from(!again);
+                Some(Answer::Confirmed)
             }
         }
     }
 
     fn lapse(&mut self, how: Ending) -> Answer {
-        if how == Ending::ReadDone {
+        if how != Ending::Released {
             self.stats.lapsed += 1;
         }
         Answer::Lapsed
     }
 
     fn end(&mut self, now: Moment, lease: LeaseId, end: LeaseEnd) {
-        let Some(Lease::Held { offer, expires, ends, .. }) = self.leases.remove(&lease) else { return };
-        self.timers.clear(expires, lease);
-        let confirmed = ends
-            .into_iter()
-            .filter(|(_, (_, how))| *how == Ending::ReadDone)
-            .map(|(reader, (attempt, _))| (reader, attempt, offer))
-            .collect();
+        let Some(Lease::Held { offer, expires, latest, wanted, confirmed, ends }) =
+            self.leases.remove(&lease)
+        else {
+            return;
+        };
+        self.timers.clear(if wanted.is_empty() { expires } else { latest }, TimerKey::Lease(lease));
+        for reader in wanted {
+            self.forsake(reader, lease);
+            if !ends.contains_key(&reader) {
+                self.notices.push((reader, (lease, offer)));
+            }
+        }
+        let read = ends.into_iter().filter(|(_, (_, how))| *how == Ending::ReadDone);
+        let mut remembered: Vec<_> =
+            confirmed.into_iter().map(|(reader, try_)| (reader, try_, offer)).collect();
+        remembered.extend(read.map(|(reader, (attempt, _))| (reader, attempt, offer)));
         self.ended.push((lease, end));
-        self.remember_end(now, lease, confirmed);
+        self.remember_end(now, lease, remembered);
     }
 
-    fn remember_end(
-        &mut self,
-        now: Moment,
-        lease: LeaseId,
-        confirmed: BTreeSet<(Reader, Attempt, OfferDigest)>,
-    ) {
+    fn remember_end(&mut self, now: Moment, lease: LeaseId, confirmed: Vec<(Reader, Attempt, OfferDigest)>) {
         let forget_at = now + self.remember;
-        self.timers.set(forget_at, lease);
+        self.timers.set(forget_at, TimerKey::Lease(lease));
         self.leases.insert(lease, Lease::Ended { confirmed, forget_at });
     }
 
-    /// A consumer still wants these. Returns those that are not held and will not be.
-    pub fn renew(&mut self, now: Moment, leases: &[LeaseId]) -> Vec<LeaseId> {
+    /// How long a sign of life keeps a reader's leases. Before the first grant there is nothing to keep but wishes.
+    fn renewal(&self) -> Duration {
+        self.terms.map_or(self.remember, |terms| Duration::from_millis(terms.renewal_ms))
+    }
+
+    fn grace(&self) -> Duration {
+        self.terms.map_or(Duration::ZERO, |terms| Duration::from_millis(terms.grace_ms))
+    }
+
+    /// A reader wants these from now on, until it drops them or dies. Returns those that are not held and will not
+    /// be, or were never offered like that.
+    pub fn want(&mut self, now: Moment, reader: Reader, names: &[OfferName]) -> Vec<OfferName> {
+        let until = now + self.renewal();
         let mut not_held = Vec::new();
-        for lease in leases {
-            match self.leases.get_mut(lease) {
-                Some(Lease::Held { expires, renewal, latest, .. }) => {
-                    let until = (now + *renewal).min(*latest);
-                    if until > *expires {
-                        self.timers.clear(*expires, *lease);
-                        self.timers.set(until, *lease);
-                        *expires = until;
+        for (lease, named) in names {
+            let added = match self.leases.get_mut(lease) {
+                Some(Lease::Held { offer, expires, latest, wanted, ends, .. }) if offer == named => {
+                    if ends.contains_key(&reader) || wanted.contains(&reader) {
+                        continue;
                     }
-                    self.stats.renewed += 1;
+                    if wanted.is_empty() {
+                        self.timers.clear(*expires, TimerKey::Lease(*lease));
+                        self.timers.set(*latest, TimerKey::Lease(*lease));
+                        wanted.reserve_exact(1);
+                    }
+                    let room = wanted.len() < READERS_MAX;
+                    if room {
+                        wanted.push(reader);
+                    }
+                    room
                 }
-                // Its request is still being computed: nothing to extend, and nothing lost.
-                Some(Lease::Announced { .. }) => {}
-                Some(Lease::Ended { .. }) | None => not_held.push(*lease),
+                // Its request is still being computed.
+                Some(Lease::Announced { wanted, .. }) => {
+                    if wanted.contains(&(reader, *named)) {
+                        continue;
+                    }
+                    // A second wish of one reader for one lease, under another name, cannot be true as well.
+                    let room = wanted.len() < EARLY_MAX && wanted.iter().all(|(other, _)| *other != reader);
+                    if room {
+                        wanted.push((reader, *named));
+                    }
+                    room
+                }
+                Some(Lease::Held { .. } | Lease::Ended { .. }) | None => false,
+            };
+            if !added {
+                not_held.push((*lease, *named));
+                continue;
             }
+            let timers = &mut self.timers;
+            let living = self.living.entry(reader).or_insert_with(|| {
+                timers.set(until, TimerKey::Reader(reader));
+                Living { until, lost: false, leases: BTreeSet::new() }
+            });
+            living.leases.insert(*lease);
         }
         not_held
+    }
+
+    /// A reader wants these no more.
+    pub fn drop_wishes(&mut self, now: Moment, reader: Reader, names: &[OfferName]) {
+        for (lease, named) in names {
+            let is_of = match self.leases.get(lease) {
+                Some(Lease::Held { offer, .. }) => offer == named,
+                Some(Lease::Announced { wanted, .. }) => wanted.contains(&(reader, *named)),
+                Some(Lease::Ended { .. }) | None => false,
+            };
+            if is_of && self.living.get(&reader).is_some_and(|living| living.leases.contains(lease)) {
+                self.forsake(reader, *lease);
+                self.unwanted(reader, *lease, now + self.grace());
+            }
+        }
+    }
+
+    /// A reader begins its list of what it wants anew. What it does not name again lives on for the grace.
+    pub fn relisted(&mut self, now: Moment, reader: Reader) {
+        let Some(living) = self.living.remove(&reader) else { return };
+        self.timers.clear(living.until, TimerKey::Reader(reader));
+        for lease in living.leases {
+            self.unwanted(reader, lease, now + self.grace());
+        }
+    }
+
+    /// A reader gave a sign of life: what it wants is kept.
+    pub fn heard(&mut self, now: Moment, reader: Reader) {
+        let until = now + self.renewal();
+        let Some(living) = self.living.get_mut(&reader) else { return };
+        self.stats.renewed += 1;
+        living.lost = false;
+        self.timers.clear(living.until, TimerKey::Reader(reader));
+        self.timers.set(until, TimerKey::Reader(reader));
+        living.until = until;
+    }
+
+    /// A reader's last connection is lost. If it does not come back within the grace, it is dead, and so is what only
+    /// it wanted.
+    pub fn reader_lost(&mut self, now: Moment, reader: Reader) {
+        let until = now + self.grace();
+        let Some(living) = self.living.get_mut(&reader) else { return };
+        living.lost = true;
+        if until < living.until {
+            self.timers.clear(living.until, TimerKey::Reader(reader));
+            self.timers.set(until, TimerKey::Reader(reader));
+            living.until = until;
+        }
+    }
+
+    /// Takes a lease out of a reader's list.
+    fn forsake(&mut self, reader: Reader, lease: LeaseId) {
+        let Some(living) = self.living.get_mut(&reader) else { return };
+        living.leases.remove(&lease);
+        if living.leases.is_empty() {
+            self.timers.clear(living.until, TimerKey::Reader(reader));
+            self.living.remove(&reader);
+        }
+    }
+
+    /// Takes a reader out of a lease's list. If it was the last one, the lease's own time runs, at least to `floor`.
+    /// Returns whether that is so.
+    fn unwanted(&mut self, reader: Reader, lease: LeaseId, floor: Moment) -> bool {
+        match self.leases.get_mut(&lease) {
+            Some(Lease::Held { expires, latest, wanted, .. }) => {
+                wanted.retain(|other| *other != reader);
+                if !wanted.is_empty() {
+                    return false;
+                }
+                self.timers.clear(*latest, TimerKey::Lease(lease));
+                *expires = floor.max(*expires).min(*latest);
+                self.timers.set(*expires, TimerKey::Lease(lease));
+                true
+            }
+            Some(Lease::Announced { wanted, .. }) => {
+                wanted.retain(|(other, _)| *other != reader);
+                false
+            }
+            Some(Lease::Ended { .. }) | None => false,
+        }
     }
 
     /// Ends leases whose time is over and forgets those that ended long ago. To be called after everything that
     /// has arrived was handed in, so that a message that came in time counts.
     pub fn time_passed(&mut self, now: Moment) {
-        while let Some(lease) = self.timers.due(now) {
-            match self.leases.get(&lease) {
-                Some(Lease::Held { expires, .. }) if *expires <= now => {
-                    self.stats.expired += 1;
-                    self.end(now, lease, LeaseEnd::Expired);
-                }
-                Some(Lease::Ended { forget_at, .. }) if *forget_at <= now => {
-                    self.leases.remove(&lease);
-                }
-                _ => {}
+        while let Some(key) = self.timers.due(now) {
+            match key {
+                TimerKey::Reader(reader) => self.reader_late(now, reader),
+                TimerKey::Lease(lease) => match self.leases.get(&lease) {
+                    Some(Lease::Held { expires, latest, wanted, .. })
+                        if *latest <= now || (wanted.is_empty() && *expires <= now) =>
+                    {
+                        self.stats.expired += 1;
+                        self.end(now, lease, LeaseEnd::Expired);
+                    }
+                    Some(Lease::Ended { forget_at, .. }) if *forget_at <= now => {
+                        self.leases.remove(&lease);
+                    }
+                    _ => {}
+                },
+            }
+        }
+    }
+
+    fn reader_late(&mut self, now: Moment, reader: Reader) {
+        if self.living.get(&reader).is_none_or(|living| living.until > now) {
+            return;
+        }
+        let Some(living) = self.living.remove(&reader) else { return };
+        for lease in living.leases {
+            // One that is only silent may have its leases read by another consumer, within their own time.
+            if self.unwanted(reader, lease, now) && living.lost {
+                self.stats.consumer_lost += 1;
+                self.end(now, lease, LeaseEnd::ConsumerLost);
             }
         }
     }

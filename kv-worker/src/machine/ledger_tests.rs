@@ -1,6 +1,6 @@
 use super::*;
 
-const TERMS: LeaseTerms = LeaseTerms { ttl_ms: 1_000, renewal_ms: 800, max_ms: 3_000 };
+const TERMS: LeaseTerms = LeaseTerms { ttl_ms: 1_000, renewal_ms: 800, max_ms: 3_000, grace_ms: 300 };
 const L: LeaseId = LeaseId(7);
 const OFFER: OfferDigest = OfferDigest::from_bytes([9; 16]);
 
@@ -152,26 +152,155 @@ fn a_forgotten_request_answers_lapsed_to_early_and_late_enders_and_is_gone_later
     assert_eq!(ledger.next_deadline(), None);
 }
 
+fn names(leases: &[u64]) -> Vec<OfferName> {
+    leases.iter().map(|lease| (LeaseId(*lease), OFFER)).collect()
+}
+
+fn end_of(ledger: &mut Ledger, now: u64) -> Option<LeaseEnd> {
+    ledger.time_passed(at(now));
+    ledger.take_ended().pop().map(|(_, end)| end)
+}
+
 // H-13, R002
 #[test]
 fn renewals_extend_never_shorten_and_have_a_maximum() {
     let mut ledger = granted();
-    assert!(ledger.renew(at(100), &[L]).is_empty());
-    assert_eq!(ledger.next_deadline(), Some(at(1_000)), "900 would be shorter");
-    ledger.renew(at(900), &[L]);
-    assert_eq!(ledger.next_deadline(), Some(at(1_700)));
-    ledger.renew(at(2_900), &[L]);
-    assert_eq!(ledger.next_deadline(), Some(at(3_000)), "the maximum");
-    ledger.time_passed(at(3_000));
-    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Expired)]);
-    assert_eq!(ledger.renew(at(3_001), &[L, LeaseId(8)]), [L, LeaseId(8)], "both get a definite negative");
+    let r = reader(1, 0);
+    assert!(ledger.want(at(100), r, &[(L, OFFER)]).is_empty());
+    assert_eq!(end_of(&mut ledger, 900), None, "silent for 800, but its own time is longer");
+    assert_eq!(ledger.next_deadline(), Some(at(1_000)));
+    assert!(ledger.want(at(950), r, &[(L, OFFER)]).is_empty());
+    ledger.heard(at(1_500), r);
+    assert_eq!(end_of(&mut ledger, 2_299), None, "one sign of life, however many leases");
+    ledger.heard(at(2_299), r);
+    assert_eq!(end_of(&mut ledger, 3_000), Some(LeaseEnd::Expired), "the maximum");
+    assert_eq!(ledger.take_notices(), [(r, (L, OFFER))], "its reader hears of it");
+    assert_eq!(ledger.want(at(3_001), r, &names(&[7, 8])), names(&[7, 8]), "both get a definite negative");
+    assert!(ledger.living.is_empty(), "who wants nothing that is held is not remembered");
 }
 
+// H-13
 #[test]
-fn a_renewal_for_a_request_still_being_computed_is_no_negative() {
+fn a_reader_that_falls_silent_keeps_nothing() {
+    let mut ledger = granted();
+    ledger.want(at(900), reader(1, 0), &[(L, OFFER)]);
+    assert_eq!(end_of(&mut ledger, 1_699), None);
+    assert_eq!(end_of(&mut ledger, 1_700), Some(LeaseEnd::Expired));
+}
+
+// H-13, H-25, R003
+#[test]
+fn r003_a_dead_readers_leases_end_after_the_grace_and_a_busy_ones_live() {
+    let (dead, back, busy) = (reader(1, 0), reader(2, 0), reader(3, 0));
+    let mut ledger = ledger();
+    for (id, who) in [(1, dead), (2, back), (3, busy), (4, dead), (4, busy)] {
+        ledger.announce(LeaseId(id));
+        ledger.grant(at(0), LeaseId(id), TERMS, OFFER);
+        ledger.want(at(10), who, &[(LeaseId(id), OFFER)]);
+    }
+    ledger.reader_lost(at(100), dead);
+    ledger.reader_lost(at(100), back);
+    ledger.heard(at(390), back);
+    ledger.time_passed(at(400));
+    assert_eq!(ledger.take_ended(), [(LeaseId(1), LeaseEnd::ConsumerLost)], "4 is wanted by another");
+    assert_eq!(ledger.stats().consumer_lost, 1);
+    ledger.time_passed(at(1_300));
+    let ended: Vec<_> = ledger.take_ended().into_iter().map(|(lease, _)| lease.0).collect();
+    assert_eq!(ended, [2, 3, 4], "nobody was heard of for long");
+    assert!(ledger.living.is_empty());
+}
+
+// H-13
+#[test]
+fn who_names_another_offer_keeps_nothing() {
+    let mut ledger = granted();
+    let forged = (L, OfferDigest::from_bytes([8; 16]));
+    assert_eq!(ledger.want(at(900), reader(1, 0), &[forged]), [forged]);
+    assert_eq!(end_of(&mut ledger, 1_000), Some(LeaseEnd::Expired));
+    // Before the grant nobody knows what is true; afterwards the liar hears of it.
+    ledger.announce(LeaseId(8));
+    let (liar, other) = ((LeaseId(8), OfferDigest::from_bytes([8; 16])), reader(1, 0));
+    assert!(ledger.want(at(1_001), other, &[liar]).is_empty());
+    assert_eq!(ledger.want(at(1_001), other, &names(&[8])), names(&[8]), "one wish per reader and lease");
+    ledger.grant(at(1_002), LeaseId(8), TERMS, OFFER);
+    assert_eq!(ledger.take_notices(), [(other, liar)]);
+    assert!(ledger.living.is_empty());
+}
+
+// H-13
+#[test]
+fn a_renewal_for_a_request_still_being_computed_is_no_negative_and_counts_when_it_is_granted() {
     let mut ledger = ledger();
     ledger.announce(L);
-    assert!(ledger.renew(at(1), &[L]).is_empty());
+    assert!(ledger.want(at(1), reader(1, 0), &[(L, OFFER)]).is_empty());
+    ledger.grant(at(2), L, TERMS, OFFER);
+    ledger.heard(at(900), reader(1, 0));
+    assert_eq!(end_of(&mut ledger, 1_699), None);
+    assert_eq!(end_of(&mut ledger, 1_700), Some(LeaseEnd::Expired));
+    ledger.announce(LeaseId(8));
+    ledger.want(at(1_701), reader(1, 0), &names(&[8]));
+    ledger.forget(at(1_702), LeaseId(8));
+    assert_eq!(ledger.take_notices(), [(reader(1, 0), (LeaseId(8), OFFER))]);
+}
+
+// H-13
+#[test]
+fn what_is_dropped_or_not_named_again_lives_for_the_grace_or_its_own_time() {
+    let r = reader(1, 0);
+    let mut ledger = granted();
+    ledger.want(at(10), r, &[(L, OFFER)]);
+    ledger.drop_wishes(at(20), r, &[(L, OfferDigest::from_bytes([8; 16]))]);
+    assert_eq!(ledger.living.len(), 1, "another offer's name drops nothing");
+    ledger.drop_wishes(at(20), r, &[(L, OFFER)]);
+    ledger.drop_wishes(at(21), r, &[(L, OFFER)]);
+    assert_eq!(end_of(&mut ledger, 999), None);
+    assert_eq!(end_of(&mut ledger, 1_000), Some(LeaseEnd::Expired));
+    let mut ledger = granted();
+    ledger.want(at(10), r, &[(L, OFFER)]);
+    ledger.heard(at(790), r);
+    ledger.heard(at(1_580), r);
+    ledger.relisted(at(2_000), r);
+    assert_eq!(end_of(&mut ledger, 2_299), None);
+    assert_eq!(end_of(&mut ledger, 2_300), Some(LeaseEnd::Expired));
+}
+
+// H-26
+#[test]
+fn a_lease_that_is_taken_back_ends_and_confirms_nothing_more() {
+    let mut ledger = granted();
+    ledger.want(at(10), reader(1, 0), &[(L, OFFER)]);
+    ledger.revoke(at(20), L);
+    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Revoked)]);
+    assert_eq!(ledger.take_notices(), [(reader(1, 0), (L, OFFER))]);
+    assert_eq!(ledger.ending(at(30), L, done(reader(1, 0), 5, 1)), Some(Answer::Lapsed));
+    ledger.revoke(at(40), L);
+    ledger.revoke(at(40), LeaseId(99));
+    assert!(ledger.take_ended().is_empty());
+}
+
+// H-12
+#[test]
+fn a_reader_with_several_requests_ends_the_lease_with_the_last_of_them() {
+    let mut ledger = granted();
+    let more = |attempt| ReaderEnding { ending: Ending::ReadMore, ..done(reader(1, 0), attempt, 1) };
+    for _ in 0..2 {
+        assert_eq!(ledger.ending(at(10), L, more(5)), Some(Answer::Confirmed));
+    }
+    assert!(ledger.take_ended().is_empty());
+    assert_eq!(ledger.ending(at(20), L, done(reader(1, 0), 6, 1)), Some(Answer::Confirmed));
+    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::Confirmed)]);
+    assert_eq!(ledger.ending(at(30), L, more(5)), Some(Answer::Confirmed), "the same answer again");
+    assert_eq!(ledger.ending(at(30), L, more(7)), Some(Answer::Lapsed), "too late");
+    assert_eq!(ledger.stats().confirmed, 2);
+}
+
+// H-14
+#[test]
+fn p2_another_attempt_of_a_reader_that_has_ended_lapses_while_others_still_read() {
+    let mut ledger = granted();
+    assert_eq!(ledger.ending(at(10), L, done(reader(1, 0), 5, 2)), Some(Answer::Confirmed));
+    assert_eq!(ledger.ending(at(11), L, done(reader(1, 0), 6, 2)), Some(Answer::Lapsed));
+    assert!(ledger.take_ended().is_empty(), "the lease is held for the other reader");
 }
 
 // H-2
@@ -193,7 +322,7 @@ fn the_reaper_does_not_stop_at_the_first_live_entry() {
         ledger.announce(LeaseId(id));
         ledger.grant(at(0), LeaseId(id), TERMS, OFFER);
     }
-    ledger.renew(at(500), &[LeaseId(1)]);
+    ledger.want(at(500), reader(1, 0), &names(&[1]));
     ledger.time_passed(at(1_100));
     let ended: Vec<LeaseId> = ledger.take_ended().into_iter().map(|(lease, _)| lease).collect();
     assert_eq!(ended, [LeaseId(2), LeaseId(3)]);

@@ -11,20 +11,26 @@
 //! One handshake per peer, however many requests wait. A peer that failed answers everybody at once until it is
 //! tried again, so that it delays nobody. A peer is one *life* of an engine: another life is another peer.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kv_proto::handshake::{EngineCard, Query};
-use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, WorkerMessage};
+use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, OfferName, WorkerMessage};
 use kv_proto::{
-    Attempt, BlockLayout, LeaseId, LoadFailure, Moment, OfferDigest, PROTOCOL_VERSION, PeerLocator, Rank,
-    ReleaseReason, Timers,
+    Attempt, BlockLayout, LeaseId, LoadFailure, Moment, PROTOCOL_VERSION, PeerLocator, Rank, ReleaseReason,
+    Timers,
 };
 use kv_transport::{Address, RegionKey};
 
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, Failure, LinkId};
+
+mod claim;
+mod claims;
+
+pub use claim::End;
+use claim::{Claim, Renewal};
 
 /// However often a producer wants its leases renewed, it is not more often than this.
 const RENEW_MIN: Duration = Duration::from_millis(10);
@@ -56,7 +62,7 @@ enum State {
     Dialling { until: Moment },
     Connecting { link: LinkId, remote: Box<Remote>, until: Moment },
     Greeting { link: LinkId, remote: Box<Remote>, until: Moment },
-    Ready { link: LinkId, remote: Box<Remote>, since: Moment, idle_at: Moment },
+    Ready { link: LinkId, remote: Box<Remote>, since: Moment, idle_at: Moment, renewal: Renewal },
     Failed { failure: Failure, retry_at: Moment },
 }
 
@@ -65,11 +71,11 @@ struct Peer {
     state: State,
     /// Failures since it was last ready for a while.
     failures: u32,
-    /// Leases to renew.
-    leases: BTreeSet<(LeaseId, OfferDigest)>,
+    /// Offers that requests of ours live by.
+    claims: BTreeMap<OfferName, Claim>,
     renew_at: Option<Moment>,
     /// Releases to be told when it is ready.
-    releases: BTreeMap<(LeaseId, OfferDigest, Attempt), ReleaseReason>,
+    releases: BTreeMap<(OfferName, Attempt), ReleaseReason>,
     /// Pulls that need it.
     users: u32,
     /// When it was last asked for.
@@ -101,7 +107,7 @@ pub enum Change {
     /// The peer failed.
     Failed(Arc<PeerLocator>, Failure),
     /// The peer says that these leases are not held.
-    NotHeld(Arc<PeerLocator>, Vec<LeaseId>),
+    NotHeld(Arc<PeerLocator>, Vec<OfferName>),
     /// The peer answers a `ReadDone`.
     Answered(Arc<PeerLocator>, LeaseId, Attempt, bool),
 }
@@ -188,7 +194,7 @@ impl Peers {
         let peer = Peer {
             state: State::Dialling { until: now },
             failures: 0,
-            leases: BTreeSet::new(),
+            claims: BTreeMap::new(),
             renew_at: None,
             releases: BTreeMap::new(),
             users: 0,
@@ -210,28 +216,6 @@ impl Peers {
         }
     }
 
-    /// A pull begins to need the peer.
-    pub fn acquire(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        locator: &PeerLocator,
-        out: &mut Vec<Decision>,
-    ) -> Arc<PeerLocator> {
-        let key = self.want(now, config, locator, out);
-        if let Some(peer) = self.peers.get_mut(&key) {
-            peer.users += 1;
-        }
-        key
-    }
-
-    /// A pull needs the peer no more.
-    pub fn let_go(&mut self, key: &Arc<PeerLocator>) {
-        if let Some(peer) = self.peers.get_mut(key) {
-            peer.users = peer.users.saturating_sub(1);
-        }
-    }
-
     /// How the peer stands now.
     pub fn standing(&self, key: &Arc<PeerLocator>) -> Standing<'_> {
         match self.peers.get(key).map(|peer| &peer.state) {
@@ -239,69 +223,6 @@ impl Peers {
             Some(State::Failed { failure, .. }) => Standing::Failed(failure),
             Some(State::Dialling { .. } | State::Connecting { .. } | State::Greeting { .. }) | None => {
                 Standing::Pending
-            }
-        }
-    }
-
-    /// A lease is to be renewed until it is untracked.
-    #[allow(clippy::too_many_arguments)] // What a lease is named by, with time, configuration and output.
-    pub fn track(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        locator: &PeerLocator,
-        lease: LeaseId,
-        offer: OfferDigest,
-        out: &mut Vec<Decision>,
-    ) {
-        let key = self.want(now, config, locator, out);
-        let Some(peer) = self.peers.get_mut(&key) else { return };
-        peer.leases.insert((lease, offer));
-        if let (State::Ready { remote, .. }, None) = (&peer.state, peer.renew_at) {
-            let at = now + remote.pace(config);
-            peer.renew_at = Some(at);
-            self.timers.set(at, TimerKey::Renew(key));
-        }
-    }
-
-    /// A lease is renewed no more.
-    pub fn untrack(&mut self, locator: &PeerLocator, lease: LeaseId, offer: OfferDigest) {
-        if let Some(peer) = self.peers.get_mut(locator) {
-            peer.leases.remove(&(lease, offer));
-        }
-    }
-
-    /// Tells a producer that a lease will not be read, now or as soon as it can be reached. `link_is_lost`: the
-    /// connection that is taken for good is known to be gone.
-    #[allow(clippy::too_many_arguments)] // What a release consists of, with time, configuration and output.
-    pub fn release(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        locator: &PeerLocator,
-        lease: LeaseId,
-        offer: OfferDigest,
-        attempt: Attempt,
-        reason: ReleaseReason,
-        link_is_lost: bool,
-        out: &mut Vec<Decision>,
-    ) {
-        let key = self.want(now, config, locator, out);
-        let Some(peer) = self.peers.get_mut(&key) else { return };
-        peer.leases.remove(&(lease, offer));
-        match &peer.state {
-            State::Ready { link, .. } if !link_is_lost => {
-                let message = WorkerMessage::Release { lease, attempt, offer, reason };
-                out.push(Decision::Send { link: *link, message });
-            }
-            // It cannot be told, and its lease ends by time.
-            State::Failed { .. } => self.stats.releases_dropped += 1,
-            // A read ends before its connection's loss is told, so a release that follows from it waits for the next.
-            State::Ready { .. }
-            | State::Dialling { .. }
-            | State::Connecting { .. }
-            | State::Greeting { .. } => {
-                peer.releases.insert((lease, offer, attempt), reason);
             }
         }
     }
@@ -504,17 +425,23 @@ impl Peers {
                 Some(
                     WorkerMessage::Confirmed { .. }
                     | WorkerMessage::Lapsed { .. }
-                    | WorkerMessage::NotHeld { .. },
+                    | WorkerMessage::NotHeld { .. }
+                    | WorkerMessage::Relist {},
                 ),
             ) => None,
             (State::Ready { .. }, Some(WorkerMessage::NotHeld { leases }))
                 if leases.len() <= LEASES_PER_MESSAGE_MAX =>
             {
-                let over: BTreeSet<LeaseId> = leases.iter().copied().collect();
                 if let Some(peer) = self.peers.get_mut(&key) {
-                    peer.leases.retain(|(lease, _)| !over.contains(lease));
+                    for name in &leases {
+                        peer.void(*name);
+                    }
                 }
                 Some(Change::NotHeld(key, leases))
+            }
+            (State::Ready { .. }, Some(WorkerMessage::Relist {})) => {
+                self.relist(now, &key);
+                None
             }
             (State::Ready { .. }, Some(WorkerMessage::Confirmed { lease, attempt })) => {
                 Some(Change::Answered(key, lease, attempt, true))
@@ -543,9 +470,10 @@ impl Peers {
         let State::Greeting { link, remote, .. } = &peer.state else { return };
         let link = *link;
         let idle_at = now + config.limits.peer_idle;
-        peer.state = State::Ready { link, remote: remote.clone(), since: now, idle_at };
+        let renewal = Renewal::from_start(peer.claims.iter());
+        peer.state = State::Ready { link, remote: remote.clone(), since: now, idle_at, renewal };
         self.timers.set(idle_at, TimerKey::State(key.clone()));
-        for ((lease, offer, attempt), reason) in std::mem::take(&mut peer.releases) {
+        for (((lease, offer), attempt), reason) in std::mem::take(&mut peer.releases) {
             out.push(Decision::Send {
                 link,
                 message: WorkerMessage::Release { lease, attempt, offer, reason },
@@ -553,25 +481,6 @@ impl Peers {
         }
         self.stats.ready += 1;
         self.renew(now, config, key, out);
-    }
-
-    fn renew(&mut self, now: Moment, config: &WorkerConfig, key: &Arc<PeerLocator>, out: &mut Vec<Decision>) {
-        let Some(peer) = self.peers.get_mut(key) else { return };
-        let State::Ready { link, remote, .. } = &peer.state else { return };
-        let (link, pace) = (*link, remote.pace(config));
-        peer.renew_at = None;
-        if peer.leases.is_empty() {
-            return;
-        }
-        let mut all: Vec<LeaseId> = peer.leases.iter().map(|(lease, _)| *lease).collect();
-        all.dedup();
-        for leases in all.chunks(LEASES_PER_MESSAGE_MAX) {
-            self.stats.renewals += 1;
-            out.push(Decision::Send { link, message: WorkerMessage::Renew { leases: leases.to_vec() } });
-        }
-        let at = now + pace;
-        peer.renew_at = Some(at);
-        self.timers.set(at, TimerKey::Renew(key.clone()));
     }
 
     /// Lets deadlines pass that have come.
@@ -626,7 +535,7 @@ impl Peers {
             State::Ready { link, idle_at, .. } if *idle_at <= now => {
                 let link = *link;
                 let until = peer.wanted_at + config.limits.peer_idle;
-                if peer.users > 0 || !peer.leases.is_empty() || until > now {
+                if peer.users > 0 || !peer.claims.is_empty() || until > now {
                     *idle_at = if until > now { until } else { now + config.limits.peer_idle };
                     self.timers.set(*idle_at, TimerKey::State(key.clone()));
                 } else {
@@ -643,6 +552,6 @@ impl Peers {
 
 impl Peer {
     fn is_wanted(&self) -> bool {
-        self.users > 0 || !self.leases.is_empty() || !self.releases.is_empty()
+        self.users > 0 || !self.claims.is_empty() || !self.releases.is_empty()
     }
 }

@@ -13,16 +13,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use kv_proto::message::WorkerMessage;
+use kv_proto::message::{OfferName, WorkerMessage};
 use kv_proto::{
-    Attempt, BlockLayout, ConsumerOrder, GroupBlocks, LeaseId, LeaseRef, LoadFailure, LoadId, LoadStats,
-    Moment, OfferDigest, PeerLocator, Plan, PullEnd, ReleaseReason, Timers,
+    Attempt, BlockLayout, ConsumerOrder, GroupBlocks, LeaseId, LoadFailure, LoadId, LoadStats, Moment,
+    PeerLocator, Plan, PullEnd, ReleaseReason, Timers,
 };
 use kv_transport::RegionId;
 
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, Failure};
-use crate::machine::peers::{Change, Peers, Standing};
+use crate::machine::peers::{Change, End, Peers, Standing};
 use crate::ranges::{Side, read_parts};
 
 #[derive(Debug, Clone)]
@@ -32,13 +32,13 @@ enum State {
     /// The transport owns the destination. `doomed` is why the result no longer counts.
     Reading { stats: LoadStats, until: Moment, doomed: Option<Failure> },
     /// Every byte is here; the producer is asked.
-    Confirming { stats: LoadStats, read_at: Moment, until: Moment, repeat_at: Moment },
+    /// `more`: others of ours still read under the lease. It is said alike each time that it is asked.
+    Confirming { stats: LoadStats, read_at: Moment, until: Moment, repeat_at: Moment, more: bool },
 }
 
 #[derive(Debug, Clone)]
 struct Pull {
-    lease: LeaseId,
-    offer: OfferDigest,
+    name: OfferName,
     peer: Arc<PeerLocator>,
     ordered_at: Moment,
     state: State,
@@ -111,23 +111,13 @@ impl Pulls {
         for order in plan.consumer {
             match order {
                 ConsumerOrder::Track { lease, offer, peer } => {
-                    self.peers.track(now, config, &peer, lease.lease, offer, out);
+                    self.peers.track(now, config, &peer, (lease.lease, offer), out);
                 }
                 ConsumerOrder::Load { load, lease, offer, peer, groups } => {
-                    self.load(now, config, local, load, lease, offer, &peer, groups, out);
+                    self.load(now, config, local, load, (lease.lease, offer), &peer, groups, out);
                 }
                 ConsumerOrder::Release { lease, offer, peer, reason } => {
-                    self.peers.release(
-                        now,
-                        config,
-                        &peer,
-                        lease.lease,
-                        offer,
-                        Attempt(0),
-                        reason,
-                        false,
-                        out,
-                    );
+                    self.peers.given_up(now, config, &peer, (lease.lease, offer), reason, out);
                 }
                 ConsumerOrder::Cancel { load } => self.cancel(now, config, load, out),
                 _ => {}
@@ -142,8 +132,7 @@ impl Pulls {
         config: &WorkerConfig,
         local: &LocalMemory,
         load: LoadId,
-        lease: LeaseRef,
-        offer: OfferDigest,
+        name: OfferName,
         peer: &PeerLocator,
         groups: Vec<GroupBlocks>,
         out: &mut Vec<Decision>,
@@ -153,12 +142,14 @@ impl Pulls {
             return;
         }
         self.next = load.0.saturating_add(1);
-        let key = self.peers.acquire(now, config, peer, out);
-        self.peers.track(now, config, peer, lease.lease, offer, out);
+        let (key, void) = self.peers.pull_began(now, config, peer, name, out);
         let until = now + config.limits.peer_wait;
         let state = State::Waiting { groups, until };
         self.set(load, until);
-        self.pulls.insert(load, Pull { lease: lease.lease, offer, peer: key, ordered_at: now, state });
+        self.pulls.insert(load, Pull { name, peer: key, ordered_at: now, state });
+        if void {
+            return self.fail(now, config, load, not_held(), out);
+        }
         self.begin(now, config, local, load, out);
     }
 
@@ -202,10 +193,15 @@ impl Pulls {
         // The transport ends the read within its own limit; this one is for a transport that does not.
         let until = now + config.limits.read + config.limits.stall;
         pull.state = State::Reading { stats, until, doomed: None };
+        // A long read must not outlive a lease whose first life is short.
+        let long = (stats.bytes >= config.limits.prolong_bytes).then(|| pull.peer.clone());
         self.timers.clear(waited_until, load);
         self.set(load, until);
         if stats.bytes == 0 {
             return self.read_ended(now, config, load, Ok(()), out);
+        }
+        if let Some(peer) = long {
+            self.peers.renew(now, config, &peer, out);
         }
         out.push(Decision::Read { load, link, parts });
     }
@@ -220,40 +216,32 @@ impl Pulls {
         failure: Failure,
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.end(load) else { return };
-        if failure.reason != LoadFailure::Lapsed && !self.is_shared(&pull) {
-            let reason = match failure.reason {
-                LoadFailure::Cancelled => ReleaseReason::Aborted,
-                _ => ReleaseReason::LoadFailed,
-            };
-            let (attempt, lost) = (Attempt(load.0), failure.reason == LoadFailure::PeerLost);
-            let (peer, lease, offer) = (&pull.peer, pull.lease, pull.offer);
-            self.peers.release(now, config, peer, lease, offer, attempt, reason, lost, out);
-        }
+        let reason = match failure.reason {
+            LoadFailure::Cancelled => ReleaseReason::Aborted,
+            _ => ReleaseReason::LoadFailed,
+        };
+        let end = match failure.reason {
+            LoadFailure::Lapsed => End::Lapsed,
+            other => End::GivenUp { reason, link_is_lost: other == LoadFailure::PeerLost },
+        };
+        self.end(now, config, load, end, out);
         self.ended.push((load, PullEnd::Failed { reason: failure.reason, detail: failure.detail }));
     }
 
-    fn end(&mut self, load: LoadId) -> Option<Pull> {
-        let pull = self.pulls.remove(&load)?;
-        match &pull.state {
-            State::Waiting { until, .. } | State::Reading { until, .. } => self.timers.clear(*until, load),
-            State::Confirming { until, repeat_at, .. } => {
-                self.timers.clear(*until, load);
-                self.timers.clear(*repeat_at, load);
+    fn end(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, end: End, out: &mut Vec<Decision>) {
+        let Some(Pull { name, peer, state, .. }) = self.pulls.remove(&load) else { return };
+        let asked = match state {
+            State::Waiting { until, .. } | State::Reading { until, .. } => {
+                self.timers.clear(until, load);
+                false
             }
-        }
-        if !self.is_shared(&pull) {
-            self.peers.untrack(&pull.peer, pull.lease, pull.offer);
-        }
-        self.peers.let_go(&pull.peer);
-        Some(pull)
-    }
-
-    /// Whether another pull reads under the lease of one that has ended. A router that tries again brings the same
-    /// offer twice; the lease is then renewed until the last of the pulls has ended, and only that one gives it back.
-    fn is_shared(&self, ended: &Pull) -> bool {
-        let of = |pull: &Pull| (pull.lease, pull.offer);
-        self.pulls.values().any(|other| of(other) == of(ended) && other.peer == ended.peer)
+            State::Confirming { until, repeat_at, .. } => {
+                self.timers.clear(until, load);
+                self.timers.clear(repeat_at, load);
+                true
+            }
+        };
+        self.peers.pull_ended(now, config, &peer, name, Attempt(load.0), asked, end, out);
     }
 
     fn cancel(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, out: &mut Vec<Decision>) {
@@ -287,9 +275,10 @@ impl Pulls {
         let was = *until;
         let mut stats = *stats;
         stats.read_us = micros(now.since(pull.ordered_at));
+        let more = self.peers.pull_asks(&pull.peer, pull.name);
         let until = now + config.limits.confirm;
         let repeat_at = now + config.limits.confirm_repeat;
-        pull.state = State::Confirming { stats, read_at: now, until, repeat_at };
+        pull.state = State::Confirming { stats, read_at: now, until, repeat_at, more };
         self.timers.clear(was, load);
         self.set(load, until);
         self.set(load, repeat_at);
@@ -299,9 +288,10 @@ impl Pulls {
     /// Asks whether the lease held; if the peer is not ready, it is asked when it is.
     fn ask(&self, load: LoadId, out: &mut Vec<Decision>) {
         let Some(pull) = self.pulls.get(&load) else { return };
+        let State::Confirming { more, .. } = pull.state else { return };
         if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
-            let message =
-                WorkerMessage::ReadDone { lease: pull.lease, attempt: Attempt(load.0), offer: pull.offer };
+            let (lease, offer) = pull.name;
+            let message = WorkerMessage::ReadDone { lease, attempt: Attempt(load.0), offer, more };
             out.push(Decision::Send { link, message });
         }
     }
@@ -333,14 +323,13 @@ impl Pulls {
                 }
             }
             Change::NotHeld(peer, leases) => {
-                let leases: BTreeSet<LeaseId> = leases.into_iter().collect();
+                let leases: BTreeSet<OfferName> = leases.into_iter().collect();
                 for load in self.of_peer(&peer) {
-                    let lapsed = Failure::new(LoadFailure::Lapsed, "the producer no longer holds the lease");
                     match self.pulls.get_mut(&load) {
-                        Some(Pull { lease, state, .. }) if leases.contains(lease) => match state {
-                            State::Waiting { .. } => self.fail(now, config, load, lapsed, out),
+                        Some(Pull { name, state, .. }) if leases.contains(name) => match state {
+                            State::Waiting { .. } => self.fail(now, config, load, not_held(), out),
                             State::Reading { doomed, .. } => {
-                                doomed.get_or_insert(lapsed);
+                                doomed.get_or_insert_with(not_held);
                                 out.push(Decision::CancelRead { load });
                             }
                             // The lease is over because we ended it; the answer is on its way.
@@ -369,13 +358,13 @@ impl Pulls {
     ) {
         let load = LoadId(attempt.0);
         let Some(pull) = self.pulls.get(&load) else { return };
-        let State::Confirming { mut stats, read_at, .. } = pull.state else { return };
-        if pull.lease != lease || pull.peer != *peer {
+        let State::Confirming { mut stats, read_at, more, .. } = pull.state else { return };
+        if pull.name.0 != lease || pull.peer != *peer {
             return;
         }
         if confirmed {
             stats.confirm_us = micros(now.since(read_at));
-            self.end(load);
+            self.end(now, config, load, End::Confirmed { more }, out);
             self.ended.push((load, PullEnd::Loaded(stats)));
         } else {
             let detail = format!("{lease} of engine {} did not hold until the read had ended", peer.engine);
@@ -453,6 +442,10 @@ impl Pulls {
             State::Waiting { .. } | State::Reading { .. } | State::Confirming { .. } => {}
         }
     }
+}
+
+fn not_held() -> Failure {
+    Failure::new(LoadFailure::Lapsed, "the producer no longer holds the lease")
 }
 
 fn micros(span: std::time::Duration) -> u64 {

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, WorkerMessage};
+use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, OfferName, WorkerMessage};
 use kv_proto::{Attempt, CodecError, LeaseId, Moment, PROTOCOL_VERSION, Plan, ProducerOrder, Timers};
 
 use crate::config::WorkerConfig;
@@ -17,7 +17,7 @@ use crate::machine::ledger::{Answer, Ending, LateAnswer, Ledger, Reader, ReaderE
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Link {
     Ungreeted { until: Moment },
-    Greeted { reader: Reader, expected: u32 },
+    Greeted { reader: Reader, expected: u32, next_seq: u64 },
 }
 
 /// Counters of what consumers did wrong. They only grow.
@@ -75,22 +75,44 @@ impl Readers {
                     self.ledger.grant(now, *lease, *terms, *offer)
                 }
                 ProducerOrder::Forget { lease } => self.ledger.forget(now, *lease),
+                ProducerOrder::Revoke { lease } => self.ledger.revoke(now, *lease),
                 _ => {}
             }
         }
         for late in self.ledger.take_late_answers() {
             self.answer_late(late, out);
         }
+        self.tell_not_held(out);
     }
 
     /// An early reader is answered over its newest connection; if it has none, it asks again when it has.
     fn answer_late(&self, late: LateAnswer, out: &mut Vec<Decision>) {
-        let link = self.links.iter().rev().find_map(|(id, link)| match link {
-            Link::Greeted { reader, .. } if *reader == late.reader => Some(*id),
-            Link::Greeted { .. } | Link::Ungreeted { .. } => None,
-        });
-        if let Some(link) = link {
+        if let Some(link) = self.newest_link(late.reader) {
             out.push(Decision::Send { link, message: told(late.lease, late.attempt, late.answer) });
+        }
+    }
+
+    fn newest_link(&self, wanted: Reader) -> Option<LinkId> {
+        self.links.iter().rev().find_map(|(id, link)| match link {
+            Link::Greeted { reader, .. } if *reader == wanted => Some(*id),
+            Link::Greeted { .. } | Link::Ungreeted { .. } => None,
+        })
+    }
+
+    /// Tells readers which of their leases are over; one that cannot be told finds out when it asks.
+    fn tell_not_held(&mut self, out: &mut Vec<Decision>) {
+        let mut by_reader: BTreeMap<Reader, Vec<OfferName>> = BTreeMap::new();
+        for (reader, name) in self.ledger.take_notices() {
+            by_reader.entry(reader).or_default().push(name);
+        }
+        for (reader, names) in by_reader {
+            let Some(link) = self.newest_link(reader) else { continue };
+            for leases in names.chunks(LEASES_PER_MESSAGE_MAX) {
+                out.push(Decision::Send {
+                    link,
+                    message: WorkerMessage::NotHeld { leases: leases.to_vec() },
+                });
+            }
         }
     }
 
@@ -101,15 +123,21 @@ impl Readers {
         self.links.insert(link, Link::Ungreeted { until });
     }
 
-    /// A consumer's connection is gone. Its leases live on until they are renewed elsewhere or expire.
-    pub fn lost(&mut self, link: LinkId) {
-        if let Some(Link::Ungreeted { until }) = self.links.remove(&link) {
-            self.timers.clear(until, link);
+    /// A consumer's connection is gone. If it was its last one, it has the leases' grace to come back.
+    pub fn lost(&mut self, now: Moment, link: LinkId) {
+        match self.links.remove(&link) {
+            Some(Link::Ungreeted { until }) => self.timers.clear(until, link),
+            Some(Link::Greeted { reader, .. }) => {
+                if self.newest_link(reader).is_none() {
+                    self.ledger.reader_lost(now, reader);
+                }
+            }
+            None => {}
         }
     }
 
-    fn expel(&mut self, link: LinkId, out: &mut Vec<Decision>) {
-        self.lost(link);
+    fn expel(&mut self, now: Moment, link: LinkId, out: &mut Vec<Decision>) {
+        self.lost(now, link);
         self.stats.expelled += 1;
         out.push(Decision::Disconnect { link });
     }
@@ -124,7 +152,7 @@ impl Readers {
         out: &mut Vec<Decision>,
     ) {
         let Some(state) = self.links.get(&link).copied() else { return };
-        let Ok(message) = message else { return self.expel(link, out) };
+        let Ok(message) = message else { return self.expel(now, link, out) };
         match (state, message) {
             (
                 Link::Ungreeted { until },
@@ -151,32 +179,69 @@ impl Readers {
                 }
                 self.timers.clear(until, link);
                 let expected = readers.map_or(1, |readers| readers.len() as u32);
-                self.links.insert(link, Link::Greeted { reader: Reader { incarnation, rank }, expected });
+                let reader = Reader { incarnation, rank };
+                self.links.insert(link, Link::Greeted { reader, expected, next_seq: 0 });
+                self.ledger.heard(now, reader);
                 self.stats.greeted += 1;
                 let message = WorkerMessage::Welcome { incarnation: config.incarnation, rank: config.rank };
                 out.push(Decision::Send { link, message });
             }
-            (Link::Greeted { .. }, WorkerMessage::Renew { leases })
-                if leases.len() <= LEASES_PER_MESSAGE_MAX =>
+            (Link::Greeted { reader, .. }, WorkerMessage::Renew { seq, all, wanted, dropped })
+                if wanted.len().max(dropped.len()) <= LEASES_PER_MESSAGE_MAX =>
             {
-                let not_held = self.ledger.renew(now, &leases);
-                if !not_held.is_empty() {
-                    out.push(Decision::Send { link, message: WorkerMessage::NotHeld { leases: not_held } });
-                }
+                self.renewed(now, link, reader, (seq, all), &wanted, &dropped, out);
             }
-            (Link::Greeted { reader, expected }, WorkerMessage::ReadDone { lease, attempt, offer }) => {
-                let ending = ReaderEnding { reader, attempt, ending: Ending::ReadDone, expected, offer };
+            (
+                Link::Greeted { reader, expected, .. },
+                WorkerMessage::ReadDone { lease, attempt, offer, more },
+            ) => {
+                let how = if more { Ending::ReadMore } else { Ending::ReadDone };
+                let ending = ReaderEnding { reader, attempt, ending: how, expected, offer };
                 if let Some(answer) = self.ledger.ending(now, lease, ending) {
                     out.push(Decision::Send { link, message: told(lease, attempt, answer) });
                 }
             }
-            (Link::Greeted { reader, expected }, WorkerMessage::Release { lease, attempt, offer, .. }) => {
+            (
+                Link::Greeted { reader, expected, .. },
+                WorkerMessage::Release { lease, attempt, offer, .. },
+            ) => {
                 let ending = ReaderEnding { reader, attempt, ending: Ending::Released, expected, offer };
                 // A release is not answered.
                 let _ = self.ledger.ending(now, lease, ending);
             }
-            (Link::Ungreeted { .. } | Link::Greeted { .. }, _) => self.expel(link, out),
+            (Link::Ungreeted { .. } | Link::Greeted { .. }, _) => self.expel(now, link, out),
         }
+        self.tell_not_held(out);
+    }
+
+    /// A renewal is a sign of life in any case; what it names counts only in its turn.
+    #[allow(clippy::too_many_arguments)] // The message's own parts, with time, connection and output.
+    fn renewed(
+        &mut self,
+        now: Moment,
+        link: LinkId,
+        from: Reader,
+        (seq, all): (u64, bool),
+        wanted: &[OfferName],
+        dropped: &[OfferName],
+        out: &mut Vec<Decision>,
+    ) {
+        let Some(Link::Greeted { next_seq, .. }) = self.links.get_mut(&link) else { return };
+        let in_turn = if all { seq >= *next_seq } else { seq == *next_seq };
+        if in_turn {
+            *next_seq = seq.saturating_add(1);
+            if all {
+                self.ledger.relisted(now, from);
+            }
+            self.ledger.drop_wishes(now, from, dropped);
+            let leases = self.ledger.want(now, from, wanted);
+            if !leases.is_empty() {
+                out.push(Decision::Send { link, message: WorkerMessage::NotHeld { leases } });
+            }
+        } else if seq > *next_seq {
+            out.push(Decision::Send { link, message: WorkerMessage::Relist {} });
+        }
+        self.ledger.heard(now, from);
     }
 
     /// Lets deadlines pass that have come.
@@ -186,9 +251,10 @@ impl Readers {
             if let Some(Link::Ungreeted { until }) = self.links.get(&link)
                 && *until <= now
             {
-                self.expel(link, out);
+                self.expel(now, link, out);
             }
         }
+        self.tell_not_held(out);
     }
 }
 

@@ -63,7 +63,7 @@ impl WorkerMachine {
             }
             Fact::LinkConnected { link } => pulls.peers_mut().connected(config, link, out),
             Fact::LinkAccepted { link } => readers.accepted(now, config, link),
-            Fact::LinkLost { link: link @ LinkId::Accepted(_), .. } => readers.lost(link),
+            Fact::LinkLost { link: link @ LinkId::Accepted(_), .. } => readers.lost(now, link),
             Fact::LinkLost { link, detail } => {
                 let change = pulls.peers_mut().lost(now, config, link, &detail, out);
                 self.changed(now, change, out);

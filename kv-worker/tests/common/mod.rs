@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
-use kv_proto::message::WorkerMessage;
+use kv_proto::message::{OfferName, WorkerMessage};
 use kv_proto::{
     Attempt, BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint,
     GroupBlocks, Incarnation, LeaseId, LeaseRef, LeaseTerms, LoadFailure, LoadId, Moment, OfferDigest,
@@ -39,7 +39,8 @@ pub(crate) const IDLE_MS: u64 = 10_000;
 
 pub(crate) const OFFER: OfferDigest = OfferDigest::from_bytes([7; 16]);
 
-pub(crate) const TERMS: LeaseTerms = LeaseTerms { ttl_ms: 1_000, renewal_ms: 800, max_ms: 4_000 };
+pub(crate) const TERMS: LeaseTerms =
+    LeaseTerms { ttl_ms: 1_000, renewal_ms: 800, max_ms: 4_000, grace_ms: 300 };
 
 pub(crate) fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -61,6 +62,7 @@ pub(crate) fn limits() -> WorkerLimits {
         confirm: ms(CONFIRM_MS),
         confirm_repeat: ms(REPEAT_MS),
         renew_every: ms(RENEW_MS),
+        prolong_bytes: 1 << 20,
         remember_ended: ms(REMEMBER_MS),
         peer_idle: ms(IDLE_MS),
     }
@@ -91,12 +93,16 @@ pub(crate) fn engine(name: &str) -> EngineId {
 }
 
 pub(crate) fn machine(name: &str, incarnation: u64) -> WorkerMachine {
+    machine_with(name, incarnation, limits())
+}
+
+fn machine_with(name: &str, incarnation: u64, limits: WorkerLimits) -> WorkerMachine {
     let config = WorkerConfig {
         engine: engine(name),
         incarnation: life(incarnation),
         rank: Rank(0),
         topology: Topology { ranks: 1 },
-        limits: limits(),
+        limits,
     };
     config.check().unwrap();
     WorkerMachine::new(config, LocalMemory { layout: layout(), regions: vec![RegionId(0)] }, TRANSPORT)
@@ -198,7 +204,7 @@ pub(crate) fn welcome(n: u64) -> WorkerMessage {
 }
 
 pub(crate) fn read_done(lease: u64, attempt: u64) -> WorkerMessage {
-    WorkerMessage::ReadDone { lease: LeaseId(lease), attempt: Attempt(attempt), offer: OFFER }
+    WorkerMessage::ReadDone { lease: LeaseId(lease), attempt: Attempt(attempt), offer: OFFER, more: false }
 }
 
 pub(crate) fn confirmed(lease: u64, attempt: u64) -> WorkerMessage {
@@ -214,15 +220,43 @@ pub(crate) fn released(lease: u64, attempt: u64) -> WorkerMessage {
     WorkerMessage::Release { lease: LeaseId(lease), attempt: Attempt(attempt), offer: OFFER, reason }
 }
 
-pub(crate) fn leases(ids: &[u64]) -> Vec<LeaseId> {
-    ids.iter().copied().map(LeaseId).collect()
+pub(crate) fn names(ids: &[u64]) -> Vec<OfferName> {
+    ids.iter().map(|lease| (LeaseId(*lease), OFFER)).collect()
 }
 
-fn ids(leases: &[LeaseId]) -> String {
-    if leases.len() > 8 {
-        return format!("{} leases", leases.len());
+/// The first renewal of a connection that names these.
+pub(crate) fn renew(ids: &[u64]) -> WorkerMessage {
+    WorkerMessage::Renew { seq: 0, all: true, wanted: names(ids), dropped: vec![] }
+}
+
+pub(crate) fn renew_next(seq: u64, wanted: &[u64], dropped: &[u64]) -> WorkerMessage {
+    WorkerMessage::Renew { seq, all: false, wanted: names(wanted), dropped: names(dropped) }
+}
+
+pub(crate) fn not_held(ids: &[u64]) -> WorkerMessage {
+    WorkerMessage::NotHeld { leases: names(ids) }
+}
+
+fn ids(names: &[OfferName]) -> String {
+    if names.len() > 8 {
+        return format!("{} leases", names.len());
     }
-    format!("{:?}", leases.iter().map(|l| l.0).collect::<Vec<_>>())
+    format!("{:?}", names.iter().map(|(lease, _)| lease.0).collect::<Vec<_>>())
+}
+
+/// `renew`, then what it names: `all` if the list begins anew, `+` what is new, `-` what is over.
+fn renew_line(all: bool, wanted: &[OfferName], dropped: &[OfferName]) -> String {
+    let mut line = "renew".to_owned();
+    if all {
+        line.push_str(" all");
+    }
+    if !wanted.is_empty() {
+        line.push_str(&format!(" +{}", ids(wanted)));
+    }
+    if !dropped.is_empty() {
+        line.push_str(&format!(" -{}", ids(dropped)));
+    }
+    line
 }
 
 fn message_line(message: &WorkerMessage) -> String {
@@ -230,14 +264,18 @@ fn message_line(message: &WorkerMessage) -> String {
         WorkerMessage::Hello { to, .. } => format!("hello to {}", to.get()),
         WorkerMessage::Welcome { incarnation, .. } => format!("welcome to {}", incarnation.get()),
         WorkerMessage::Unwelcome { reason, .. } => format!("unwelcome: {reason:?}"),
-        WorkerMessage::Renew { leases } => format!("renew {}", ids(leases)),
+        WorkerMessage::Renew { all, wanted, dropped, .. } => renew_line(*all, wanted, dropped),
         WorkerMessage::NotHeld { leases } => format!("not held {}", ids(leases)),
-        WorkerMessage::ReadDone { lease, attempt, .. } => format!("read done {}/{}", lease.0, attempt.0),
+        WorkerMessage::ReadDone { lease, attempt, more: false, .. } => {
+            format!("read done {}/{}", lease.0, attempt.0)
+        }
+        WorkerMessage::ReadDone { lease, attempt, .. } => format!("read more {}/{}", lease.0, attempt.0),
         WorkerMessage::Confirmed { lease, attempt } => format!("confirmed {}/{}", lease.0, attempt.0),
         WorkerMessage::Lapsed { lease, attempt } => format!("lapsed {}/{}", lease.0, attempt.0),
         WorkerMessage::Release { lease, attempt, reason, .. } => {
             format!("release {}/{} {}", lease.0, attempt.0, reason.name())
         }
+        WorkerMessage::Relist {} => "relist".to_owned(),
         other => format!("{other:?}"),
     }
 }
@@ -273,6 +311,11 @@ impl Rig {
     /// In life 100 of engine `us`.
     pub(crate) fn new() -> Self {
         Self { m: machine("us", 100) }
+    }
+
+    /// The same, with other limits.
+    pub(crate) fn with(limits: WorkerLimits) -> Self {
+        Self { m: machine_with("us", 100, limits) }
     }
 
     pub(crate) fn take(&mut self, now: u64, fact: Fact) -> Vec<String> {

@@ -38,6 +38,7 @@ fn sched(name: &str, n: u64) -> Scheduler {
         lease_ttl: ms(1_000),
         lease_renewal: ms(800),
         lease_max: ms(4_000),
+        lease_grace: ms(300),
         min_remote_tokens: 1,
         queue_limit: ms(3_000),
         load_limit: ms(5_000),
@@ -380,7 +381,7 @@ impl Pair {
                     end.give_up(blocks);
                 }
                 SchedEvent::LoadEnded { request, result } => self.judge(request, result),
-                SchedEvent::WorkersSilent { .. } => {}
+                SchedEvent::WorkersSilent { .. } | SchedEvent::Drained { .. } => {}
             }
             self.end(p).events.push(event);
         }

@@ -12,9 +12,9 @@ One lease in the ledger of a producer's worker, which alone says whether a read 
 ranks that read here, A and B, so that both must end the lease; C is the only reader of another consumer.";
 
 const DRAWING: &str = "
-unknown --announce--> Announced --grant--> Held --every reader ended, or time over--> Ended --remembered--> gone
-                          |                                                             ^
-                          +--forget-----------------------------------------------------+";
+unknown --announce--> Announced --grant--> Held --every reader ended, time over, --> Ended --remembered--> gone
+                          |                       readers dead, or revoked           ^
+                          +--forget--------------------------------------------------+";
 
 const L: LeaseId = LeaseId(7);
 /// Time between two inputs.
@@ -41,9 +41,16 @@ impl Machine for Bench {
             "Held" => ("ends", "ended"),
             _ => ("confirmed", "confirmed"),
         };
+        let wanted = variant(lease) != "Ended" && !entries(field(lease, &["wanted"])).is_empty();
+        let lost = format!("{:?}", self.ledger).contains("lost: true");
+        let wanted = match (wanted, lost) {
+            (false, _) => "",
+            (true, false) => ", wanted",
+            (true, true) => ", wanted by one that is lost",
+        };
         match entries(field(lease, &[inside])).len() {
-            0 => variant(lease).to_owned(),
-            count => format!("{}, {count} {word}", variant(lease)),
+            0 => format!("{}{wanted}", variant(lease)),
+            count => format!("{}{wanted}, {count} {word}", variant(lease)),
         }
     }
 
@@ -94,6 +101,9 @@ impl Bench {
         for late in self.ledger.take_late_answers() {
             out.push(format!("late answer to {}: {}", name(late.reader), answer(late.answer)));
         }
+        for (reader, _) in self.ledger.take_notices() {
+            out.push(format!("tells {}: not held", name(reader)));
+        }
         for (_, end) in self.ledger.take_ended() {
             out.push(format!("reports {}", end.name()));
         }
@@ -111,7 +121,7 @@ impl Bench {
         self.step(|ledger, now| {
             let told = ledger.ending(now, L, ReaderEnding { reader, attempt, ending, expected, offer });
             // A release is not answered.
-            told.filter(|_| ending == Ending::ReadDone)
+            told.filter(|_| ending != Ending::Released)
                 .map(|told| format!("answer to {name}: {}", answer(told)))
         })
     }
@@ -124,15 +134,23 @@ impl Bench {
         })
     }
 
-    /// Renewal after `ms`, when the lease has yet to live.
-    fn renew(&mut self, ms: u64) -> Vec<String> {
+    fn reader(who: Who) -> Reader {
+        Reader { incarnation: life(who.1), rank: Rank(who.2) }
+    }
+
+    /// A names the lease after `ms`.
+    fn want(&mut self, ms: u64, offer: OfferDigest) -> Vec<String> {
         self.now += ms;
         self.step(|ledger, now| {
-            let before = ledger.next_deadline();
-            let not_held = !ledger.renew(now, &[L]).is_empty();
-            let moved = ledger.next_deadline().filter(|after| Some(*after) != before);
-            let left = moved.map(|until| format!("lives for {} ms from now", until.since(now).as_millis()));
-            left.or(not_held.then(|| "not held".to_owned()))
+            let not_held = !ledger.want(now, Self::reader(A), &[(L, offer)]).is_empty();
+            not_held.then(|| "not held".to_owned())
+        })
+    }
+
+    fn of_a(&mut self, what: fn(&mut Ledger, kv_proto::Moment, Reader)) -> Vec<String> {
+        self.step(|ledger, now| {
+            what(ledger, now, Self::reader(A));
+            None
         })
     }
 }
@@ -190,6 +208,7 @@ const INPUTS: &[Input<Bench>] = &[
     ("A: ReadDone, attempt 1, twice", |b| [a_read(b), a_read(b)].concat()),
     ("A: ReadDone, attempt 2", a_read_again),
     ("A: ReadDone, attempts 1 and 2", |b| [a_read(b), a_read_again(b)].concat()),
+    ("A: ReadDone, with more to come", |b| b.end(A, 1, Ending::ReadMore, OFFER)),
     ("A: ReadDone, another offer", |b| b.read(A, 1, OfferDigest::from_bytes([8; 16]))),
     ("A: Release", a_released),
     ("A: Release, then ReadDone", |b| [a_released(b), a_read(b)].concat()),
@@ -198,8 +217,14 @@ const INPUTS: &[Input<Bench>] = &[
     ("A and B: ReadDone", |b| [a_read(b), b_read(b)].concat()),
     ("C: ReadDone", |b| b.read(C, 1, OFFER)),
     ("C: Release", |b| b.end(C, 1, Ending::Released, OFFER)),
-    ("renew at once", |b| b.renew(0)),
-    ("renew after half its time", |b| b.renew(TERMS.ttl_ms / 2)),
+    ("A: wants it", |b| b.want(0, OFFER)),
+    ("A: wants it as another offer", |b| b.want(0, OfferDigest::from_bytes([8; 16]))),
+    ("A: wants it no more", |b| b.of_a(|ledger, now, a| ledger.drop_wishes(now, a, &[(L, OFFER)]))),
+    ("A: lives", |b| b.of_a(Ledger::heard)),
+    ("A: begins its list anew", |b| b.of_a(Ledger::relisted)),
+    ("A: has lost its last connection", |b| b.of_a(Ledger::reader_lost)),
+    ("... for longer than the grace", |b| [b.of_a(Ledger::reader_lost), b.pass(TERMS.grace_ms)].concat()),
+    ("revoke", |b| b.of_a(|ledger, now, _| ledger.revoke(now, L))),
     ("time to live passes", ttl),
     ("time to remember passes", remembered),
 ];
@@ -220,6 +245,12 @@ pub(crate) fn chart() -> Chart<'static, Bench> {
                 new().after(&[announce, a_read, |b| b.end(A, 0, Ending::Released, OFFER)]),
             ),
             ("announce, grant", new().after(&[announce, grant])),
+            ("announce, wanted by A", new().after(&[announce, |b| b.want(0, OFFER)])),
+            ("announce, grant, wanted by A", new().after(&[announce, grant, |b| b.want(0, OFFER)])),
+            (
+                "announce, grant, wanted by A, which lost its last connection",
+                new().after(&[announce, grant, |b| b.want(0, OFFER), |b| b.of_a(Ledger::reader_lost)]),
+            ),
             ("announce, grant, ReadDone of A", new().after(&[announce, grant, a_read])),
             ("announce, grant, time to live", new().after(&[announce, grant, ttl])),
             ("announce, grant, ReadDone of A and B", new().after(&[announce, grant, a_read, b_read])),

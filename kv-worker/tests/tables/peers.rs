@@ -7,8 +7,8 @@ use kv_worker::machine::io::Fact;
 use super::bench::Bench;
 use super::chart::{Chart, Input};
 use super::common::{
-    CONNECT_MS, HANDSHAKE_MS, IDLE_MS, RENEW_MS, RETRY_MIN_MS, card, confirmed, dialled, hello, leases, life,
-    load, peer, release, track, welcome,
+    CONNECT_MS, HANDSHAKE_MS, IDLE_MS, RENEW_MS, RETRY_MIN_MS, card, confirmed, dialled, hello, life, load,
+    not_held, peer, release, track, welcome,
 };
 use super::words::{entries, field, variant};
 
@@ -32,7 +32,7 @@ fn describe(all: &str) -> String {
     let Some((_, peer)) = entries(field(all, &["pulls", "peers", "peers"])).into_iter().next() else {
         return "unknown".to_owned();
     };
-    let wanted = ["leases", "releases"].iter().any(|name| !entries(field(peer, &[name])).is_empty());
+    let wanted = ["claims", "releases"].iter().any(|name| !entries(field(peer, &[name])).is_empty());
     let wanted = wanted || field(peer, &["users"]) != "0";
     format!("{}{}", variant(field(peer, &["state"])), if wanted { "" } else { ", unwanted" })
 }
@@ -86,7 +86,7 @@ const INPUTS: &[Input<Bench>] = &[
     ("Unwelcome: other version", |b| unwelcome(b, HelloRefusal::Version)),
     ("malformed message", |b| b.hear_noise(dialled(0))),
     ("Hello, the wrong way", |b| b.hear(dialled(0), hello(1, 100))),
-    ("NotHeld lease-5", |b| b.hear(dialled(0), WorkerMessage::NotHeld { leases: leases(&[5]) })),
+    ("NotHeld lease-5", |b| b.hear(dialled(0), not_held(&[5]))),
     ("Confirmed, not asked for", |b| b.hear(dialled(0), confirmed(5, 1))),
     ("d0 lost at once", |b| b.lose(dialled(0))),
     ("d0 lost after a while", |b| b.wait(RETRY_MIN_MS).lose(dialled(0))),

@@ -1,12 +1,10 @@
 //! The table of a pull.
 
-use kv_proto::message::WorkerMessage;
-
 use super::bench::{Bench, STEP_MS};
 use super::chart::{Chart, Input, Machine};
 use super::common::{
     CONFIRM_MS, PEER_WAIT_MS, READ_MS, REPEAT_MS, RETRY_MIN_MS, STALL_MS, cancel, confirmed, dialled, lapsed,
-    leases, load, welcome,
+    load, not_held, welcome,
 };
 use super::words::{entries, field, variant};
 
@@ -93,8 +91,8 @@ const INPUTS: &[Input<Bench>] = &[
     ("Confirmed 5/2: another attempt", |b| b.hear(dialled(0), confirmed(5, 2))),
     ("Lapsed 5/2: another attempt", |b| b.hear(dialled(0), lapsed(5, 2))),
     ("Confirmed 6/1: another lease", |b| b.hear(dialled(0), confirmed(6, 1))),
-    ("NotHeld lease-5", |b| b.hear(dialled(0), WorkerMessage::NotHeld { leases: leases(&[5]) })),
-    ("NotHeld lease-6", |b| b.hear(dialled(0), WorkerMessage::NotHeld { leases: leases(&[6]) })),
+    ("NotHeld lease-5", |b| b.hear(dialled(0), not_held(&[5]))),
+    ("NotHeld lease-6", |b| b.hear(dialled(0), not_held(&[6]))),
     ("worker closes", Bench::close),
     ("time to ask again passes", |b| b.pass(REPEAT_MS)),
     ("its own limit passes", Bench::deadline),

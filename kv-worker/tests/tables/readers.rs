@@ -7,7 +7,8 @@ use kv_worker::machine::io::Fact;
 use super::bench::Bench;
 use super::chart::{Chart, Input};
 use super::common::{
-    CONNECT_MS, accepted, announce, engine, grant, hello, leases, life, read_done, released, welcome,
+    CONNECT_MS, accepted, announce, engine, grant, hello, life, read_done, released, renew, renew_next,
+    welcome,
 };
 use super::words::{entries, field, variant};
 
@@ -52,10 +53,6 @@ fn unfit(b: &mut Bench, version: u32, (rank, ranks): (u32, u32), (to_rank, to): 
     says(b, WorkerMessage::Hello { version, engine, incarnation, rank, topology, to, to_rank })
 }
 
-fn renew(b: &mut Bench, ids: Vec<LeaseId>) -> Vec<String> {
-    says(b, WorkerMessage::Renew { leases: ids })
-}
-
 fn lost(b: &mut Bench) -> Vec<String> {
     b.lose(accepted(0))
 }
@@ -66,15 +63,16 @@ const INPUTS: &[Input<Bench>] = &[
     ("Hello: to another life", |b| unfit(b, PROTOCOL_VERSION, (0, 1), (0, 99))),
     ("Hello: to another rank", |b| unfit(b, PROTOCOL_VERSION, (0, 1), (1, 100))),
     ("Hello: topology does not fit", |b| unfit(b, PROTOCOL_VERSION, (7, 2), (0, 100))),
-    ("Renew lease-5", |b| renew(b, leases(&[5]))),
-    ("Renew lease-9", |b| renew(b, leases(&[9]))),
+    ("Renew all, lease-5", |b| says(b, renew(&[5]))),
+    ("Renew all, lease-9", |b| says(b, renew(&[9]))),
+    ("Renew, its predecessor missing", |b| says(b, renew_next(1, &[5], &[]))),
     ("Renew, more than a message may name", |b| {
-        renew(b, (0..=LEASES_PER_MESSAGE_MAX as u64).map(LeaseId).collect())
+        says(b, renew(&(0..=LEASES_PER_MESSAGE_MAX as u64).collect::<Vec<_>>()))
     }),
     ("ReadDone 5/1", |b| says(b, read_done(5, 1))),
     ("ReadDone 5/1, another offer", |b| {
         let offer = OfferDigest::from_bytes([8; 16]);
-        says(b, WorkerMessage::ReadDone { lease: LeaseId(5), attempt: Attempt(1), offer })
+        says(b, WorkerMessage::ReadDone { lease: LeaseId(5), attempt: Attempt(1), offer, more: false })
     }),
     ("ReadDone 9/1", |b| says(b, read_done(9, 1))),
     ("Release 5/1", |b| says(b, released(5, 1))),
