@@ -6,7 +6,7 @@ mod common;
 
 use common::*;
 use kv_proto::{LeaseEnd, LoadFailure, ReleaseReason, RemotePrefill};
-use kv_sched::{RequestEnd, Role, SchedError, SchedEvent, Verdict};
+use kv_sched::{RequestEnd, Role, SchedError, SchedEvent};
 
 /// An offer that came with a request which was refused.
 fn refused(lease: u64) -> kv_proto::Plan {

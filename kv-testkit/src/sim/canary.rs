@@ -49,6 +49,28 @@ pub enum Canary {
     DigestIgnored,
     /// H-18: a read of other blocks than were offered is confirmed.
     OfferIgnored,
+    /// P6: P's worker remembers ended leases for ever.
+    EndedNeverForgotten,
+    /// P6: D's worker keeps every producer that it ever knew.
+    PeersNeverForgotten,
+    /// P6: a connection that a worker lets go of stays open.
+    DisconnectIgnored,
+    /// P2: a rank that repeats its report counts for another rank.
+    ReportsCounted,
+    /// P2: a lease's end that is reported again frees its blocks again.
+    DuplicateReleaseFreesTwice,
+    /// H-2: held blocks are found by the request's id, not by the lease's.
+    RequestIdTakenForLease,
+    /// H-12: P's worker looks for leases to expire only until it meets one that lives.
+    ReaperStopsAtFirstLive,
+    /// H-13: a renewal that arrives at P prolongs nothing.
+    RenewalForgotten,
+    /// P3: D takes the loss of a peer for the end of the writes that it is still owed.
+    PeerLossTakenAsQuiet,
+    /// T-2: a read that brought other bytes than the source's is reported as whole.
+    WrongBytesTaken,
+    /// H-7: P hands over a prompt that was not computed to its end.
+    HalfPromptHandedOver,
 }
 
 impl Canary {
@@ -75,6 +97,17 @@ impl Canary {
         Self::PairedFromTail,
         Self::DigestIgnored,
         Self::OfferIgnored,
+        Self::EndedNeverForgotten,
+        Self::PeersNeverForgotten,
+        Self::DisconnectIgnored,
+        Self::ReportsCounted,
+        Self::DuplicateReleaseFreesTwice,
+        Self::RequestIdTakenForLease,
+        Self::ReaperStopsAtFirstLive,
+        Self::RenewalForgotten,
+        Self::PeerLossTakenAsQuiet,
+        Self::WrongBytesTaken,
+        Self::HalfPromptHandedOver,
     ];
 
     /// A word for the command line and for tables.
@@ -101,6 +134,17 @@ impl Canary {
             Self::PairedFromTail => "paired-from-tail",
             Self::DigestIgnored => "digest-ignored",
             Self::OfferIgnored => "offer-ignored",
+            Self::EndedNeverForgotten => "ended-never-forgotten",
+            Self::PeersNeverForgotten => "peers-never-forgotten",
+            Self::DisconnectIgnored => "disconnect-ignored",
+            Self::ReportsCounted => "reports-counted",
+            Self::DuplicateReleaseFreesTwice => "duplicate-release-frees-twice",
+            Self::RequestIdTakenForLease => "request-id-taken-for-lease",
+            Self::ReaperStopsAtFirstLive => "reaper-stops-at-first-live",
+            Self::RenewalForgotten => "renewal-forgotten",
+            Self::PeerLossTakenAsQuiet => "peer-loss-taken-as-quiet",
+            Self::WrongBytesTaken => "wrong-bytes-taken",
+            Self::HalfPromptHandedOver => "half-prompt-handed-over",
         }
     }
 

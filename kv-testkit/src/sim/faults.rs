@@ -18,6 +18,8 @@ pub enum FaultKind {
     HandshakeLost,
     /// A connection between two workers breaks.
     LinkBroken,
+    /// A connection passes nothing for a while, then everything at once and in order. It never breaks.
+    LinkClogged,
     /// Nothing passes from one worker to another for a while; the way back is open.
     OneWayPartition,
     /// An engine dies and comes back at the same address with the same id.
@@ -28,30 +30,65 @@ pub enum FaultKind {
     Pause,
     /// A process's clock jumps ahead.
     ClockJump,
-    /// A read fails, with some of its bytes in place.
+    /// A process's clock runs fast or slow all its life.
+    ClockDrift,
+    /// An engine's step takes long: plans, reports and arrivals wait for its end.
+    SlowStep,
+    /// Other requests take every block of an engine that is free, for a while.
+    PoolPressure,
+    /// A request is preempted while it computes: its blocks are gone, and it begins again.
+    Preempted,
+    /// A prefill ends before its prompt does; nothing may be handed over.
+    PrefillShort,
+    /// A read fails at some time, with some of its bytes in place.
     ReadFailed,
     /// A read makes no progress until its limit.
     ReadStalled,
     /// A read is slower than the lease lives.
     ReadSlow,
+    /// A transfer completes, but brought only a part of what was asked for; its transport says so.
+    ReadPartial,
+    /// A transfer brings bytes that are not the source's, all of them in place when its transport notices.
+    ReadWrong,
+    /// A read that was cancelled, or whose peer is lost, goes on writing for long before its transport says that it is
+    /// quiet.
+    QuietLate,
     /// A report from a worker reaches the scheduler half late.
     ReportLate,
+    /// A report from a worker reaches the scheduler half twice.
+    ReportTwice,
     /// A plan reaches one worker late.
     PlanLate,
-    /// A client goes away.
+    /// A client goes away at any moment.
     ClientGone,
-    /// The router brings the same parameters a second time, to the same or another consumer.
+    /// A client goes away before its request is scheduled on the producer.
+    GoneBeforePrefill,
+    /// A client goes away while the producer computes.
+    GoneInPrefill,
+    /// A client goes away when the producer has finished and no consumer knows of it.
+    GoneBeforeDecode,
+    /// A client goes away while its request is queued on the consumer.
+    GoneQueued,
+    /// A client goes away when its request's read begins.
+    GoneLoading,
+    /// A client goes away when the bytes are here and the producer is asked.
+    GoneConfirming,
+    /// A client goes away while the consumer decodes.
+    GoneDecoding,
+    /// The router brings the same parameters a second time, to whatever consumer.
     RouterRetry,
+    /// The router does not wait for one consumer and brings the same parameters to another as well.
+    RouterElsewhere,
     /// The router keeps the parameters back until the lease is over.
     RouterLate,
     /// The router loses the parameters.
     RouterLost,
+    /// A request comes under an id that is in use, or was a moment ago, at the same engine.
+    IdReused,
     /// The prompt is changed on its way to the consumer.
     PromptChanged,
     /// A client names other blocks than it was told.
     OfferForged,
-    /// A request is preempted while it computes.
-    Preempted,
 }
 
 impl FaultKind {
@@ -62,23 +99,41 @@ impl FaultKind {
         Self::MessageLate,
         Self::HandshakeLost,
         Self::LinkBroken,
+        Self::LinkClogged,
         Self::OneWayPartition,
         Self::Restart,
         Self::Crash,
         Self::Pause,
         Self::ClockJump,
+        Self::ClockDrift,
+        Self::SlowStep,
+        Self::PoolPressure,
+        Self::Preempted,
+        Self::PrefillShort,
         Self::ReadFailed,
         Self::ReadStalled,
         Self::ReadSlow,
+        Self::ReadPartial,
+        Self::ReadWrong,
+        Self::QuietLate,
         Self::ReportLate,
+        Self::ReportTwice,
         Self::PlanLate,
         Self::ClientGone,
+        Self::GoneBeforePrefill,
+        Self::GoneInPrefill,
+        Self::GoneBeforeDecode,
+        Self::GoneQueued,
+        Self::GoneLoading,
+        Self::GoneConfirming,
+        Self::GoneDecoding,
         Self::RouterRetry,
+        Self::RouterElsewhere,
         Self::RouterLate,
         Self::RouterLost,
+        Self::IdReused,
         Self::PromptChanged,
         Self::OfferForged,
-        Self::Preempted,
     ];
 
     /// A word for tables.
@@ -89,23 +144,58 @@ impl FaultKind {
             Self::MessageLate => "message_late",
             Self::HandshakeLost => "handshake_lost",
             Self::LinkBroken => "link_broken",
+            Self::LinkClogged => "link_clogged",
             Self::OneWayPartition => "one_way_partition",
             Self::Restart => "restart",
             Self::Crash => "crash",
             Self::Pause => "pause",
             Self::ClockJump => "clock_jump",
+            Self::ClockDrift => "clock_drift",
+            Self::SlowStep => "slow_step",
+            Self::PoolPressure => "pool_pressure",
+            Self::Preempted => "preempted",
+            Self::PrefillShort => "prefill_short",
             Self::ReadFailed => "read_failed",
             Self::ReadStalled => "read_stalled",
             Self::ReadSlow => "read_slow",
+            Self::ReadPartial => "read_partial",
+            Self::ReadWrong => "read_wrong",
+            Self::QuietLate => "quiet_late",
             Self::ReportLate => "report_late",
+            Self::ReportTwice => "report_twice",
             Self::PlanLate => "plan_late",
             Self::ClientGone => "client_gone",
+            Self::GoneBeforePrefill => "gone_before_prefill",
+            Self::GoneInPrefill => "gone_in_prefill",
+            Self::GoneBeforeDecode => "gone_before_decode",
+            Self::GoneQueued => "gone_queued",
+            Self::GoneLoading => "gone_loading",
+            Self::GoneConfirming => "gone_confirming",
+            Self::GoneDecoding => "gone_decoding",
             Self::RouterRetry => "router_retry",
+            Self::RouterElsewhere => "router_elsewhere",
             Self::RouterLate => "router_late",
             Self::RouterLost => "router_lost",
+            Self::IdReused => "id_reused",
             Self::PromptChanged => "prompt_changed",
             Self::OfferForged => "offer_forged",
-            Self::Preempted => "preempted",
+        }
+    }
+
+    /// The highest rate that is drawn for it, in thousandths. What strikes once in an engine's life strikes often, what
+    /// is thrown for at each message or turn does not.
+    const fn rate_max(self) -> u64 {
+        match self {
+            Self::Restart
+            | Self::Crash
+            | Self::Pause
+            | Self::ClockJump
+            | Self::ClockDrift
+            | Self::PoolPressure => 700,
+            Self::OneWayPartition => 400,
+            Self::LinkBroken | Self::LinkClogged | Self::SlowStep => 60,
+            Self::GoneInPrefill | Self::GoneDecoding => 100,
+            _ => 350,
         }
     }
 }
@@ -136,16 +226,10 @@ impl FaultPlan {
             return Self { rates };
         }
         // Few kinds in some worlds, many in others: single faults are not hidden behind others.
-        let share = dice.between(80, 600);
+        let share = dice.between(40, 450);
         for kind in FaultKind::ALL {
             if dice.chance(share) {
-                let high = match kind {
-                    FaultKind::Restart | FaultKind::Crash | FaultKind::Pause | FaultKind::ClockJump => 700,
-                    FaultKind::OneWayPartition => 400,
-                    FaultKind::LinkBroken => 60,
-                    _ => 350,
-                };
-                rates.insert(*kind, dice.between(20, high));
+                rates.insert(*kind, dice.between(20, kind.rate_max()));
             }
         }
         Self { rates }

@@ -14,7 +14,7 @@ use super::canary::Canary;
 use super::faults::FaultKind;
 use super::invariants::Invariant;
 use super::worker::HANDSHAKE_LIMIT;
-use super::world::{Event, MS, WorkerAt, World};
+use super::world::{Event, MS, Time, WorkerAt, World};
 
 /// How far a connection has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +22,8 @@ enum Stage {
     Dialled,
     Accepted,
     Open,
+    /// Broken, but D's transport still has writes in flight, and D is not told before it is quiet.
+    Draining,
     Gone,
 }
 
@@ -33,6 +35,8 @@ pub(super) struct Link {
     dialled: LinkId,
     accepted: Option<LinkId>,
     stage: Stage,
+    /// It passes nothing before.
+    clogged_until: Time,
     /// The attempt asked for last; for a canary.
     asked: Attempt,
 }
@@ -40,6 +44,11 @@ pub(super) struct Link {
 impl Link {
     pub(super) fn is_open(&self) -> bool {
         self.stage == Stage::Open
+    }
+
+    /// Until when it passes nothing, if it is so.
+    pub(super) fn clogged(&self, now: Time) -> Option<Time> {
+        Some(self.clogged_until).filter(|until| *until > now)
     }
 }
 
@@ -110,6 +119,7 @@ impl World {
             dialled,
             accepted: None,
             stage: Stage::Dialled,
+            clogged_until: 0,
             asked: Attempt(0),
         };
         self.links.insert(id, link);
@@ -149,18 +159,30 @@ impl World {
 
     /// A connection breaks: reads over it end first, then both sides hear of it.
     pub(super) fn link_gone(&mut self, id: u64) {
+        if let Some(producer) = self.links.get(&id).map(|link| link.producer) {
+            self.terms_unsure(producer, id);
+        }
         let Some(link) = self.links.get_mut(&id) else { return };
         if link.stage == Stage::Gone {
             return;
         }
-        link.stage = Stage::Gone;
+        let detail = || "connection lost".to_owned();
+        let was = std::mem::replace(&mut link.stage, Stage::Draining);
         let link = link.clone();
+        if let (Some(accepted), false) = (link.accepted, was == Stage::Draining) {
+            self.give(link.producer, Fact::LinkLost { link: accepted, detail: detail() });
+        }
+        if was == Stage::Open
+            && let Some(wait) = self.writes_in_flight(id)
+        {
+            return self.after(wait, Event::LinkGone { link: id });
+        }
+        if let Some(link) = self.links.get_mut(&id) {
+            link.stage = Stage::Gone;
+        }
         self.fail_reads_over(id);
         self.links.remove(&id);
-        self.give(link.consumer, Fact::LinkLost { link: link.dialled, detail: "connection lost".to_owned() });
-        if let Some(accepted) = link.accepted {
-            self.give(link.producer, Fact::LinkLost { link: accepted, detail: "connection lost".to_owned() });
-        }
+        self.give(link.consumer, Fact::LinkLost { link: link.dialled, detail: detail() });
     }
 
     pub(super) fn break_links_of(&mut self, engine: usize, life: u32) {
@@ -207,6 +229,10 @@ impl World {
         {
             self.confirm_unasked(at, LoadId(attempt.0), *lease);
         }
+        if let WorkerMessage::ReadDone { attempt, .. } = &message {
+            let load = LoadId(attempt.0);
+            self.client_of_load_goes(at.engine, load, FaultKind::GoneConfirming, "while P is asked");
+        }
         self.tell(|| format!("{from} to {to}: {}", words(&message)));
         if !self.passes(from.engine, to.engine) || self.strikes(FaultKind::MessageLost) {
             return self.tell(|| "   …which is lost".to_owned());
@@ -214,6 +240,13 @@ impl World {
         let mut wait = self.dice.between(1, 5) * MS;
         if self.strikes(FaultKind::MessageLate) {
             wait += self.dice.between(20, 900) * MS;
+        }
+        if self.strikes(FaultKind::LinkClogged) {
+            let span = self.dice.between(50, 1_200) * MS;
+            self.tell(|| format!("the connection of {from} and {to} passes nothing for {} ms", span / MS));
+            if let Some(link) = self.links.get_mut(&id) {
+                link.clogged_until = self.now + span;
+            }
         }
         if self.strikes(FaultKind::MessageTwice) {
             let again = wait + self.dice.between(1, 600) * MS;
@@ -230,17 +263,27 @@ impl World {
         let Some(link) = self.links.get(&id).cloned() else { return };
         let to = if to_producer { link.producer } else { link.consumer };
         let name = if to_producer { link.accepted } else { Some(link.dialled) };
-        let (true, Some(name)) = (link.stage != Stage::Gone, name) else { return };
+        let passes = !matches!(link.stage, Stage::Draining | Stage::Gone);
+        let (true, Some(name)) = (passes, name) else { return };
+        if let Some(until) = link.clogged(self.now) {
+            return self.at(until, Event::Message { link: id, to_producer, bytes });
+        }
         if let Some(until) = self.stands_still(to) {
             return self.at(until, Event::Message { link: id, to_producer, bytes });
         }
-        let message = WorkerMessage::decode(&bytes).map(|m| self.mutate(id, &link, m));
+        let message = WorkerMessage::decode(&bytes).map(|m| {
+            self.renew_terms(to, id, &m);
+            self.mutate(id, &link, m)
+        });
         self.give(to, Fact::MessageArrived { link: name, message });
     }
 
     /// What a canary makes of a message.
     fn mutate(&mut self, id: u64, link: &Link, message: WorkerMessage) -> WorkerMessage {
         match (self.canary, message) {
+            (Some(Canary::RenewalForgotten), WorkerMessage::Renew { seq, all, .. }) => {
+                WorkerMessage::Renew { seq, all, wanted: Vec::new(), dropped: Vec::new() }
+            }
             (Some(Canary::LapsedIgnored), WorkerMessage::Lapsed { lease, attempt }) => {
                 WorkerMessage::Confirmed { lease, attempt }
             }

@@ -13,12 +13,16 @@
 //! ```
 
 mod canary;
+mod clock;
 mod dice;
 mod engine;
 mod faults;
 mod invariants;
 mod links;
+mod pool;
 mod reads;
+mod requests;
+mod steps;
 mod worker;
 mod world;
 

@@ -11,6 +11,9 @@ use super::invariants::Invariant;
 use super::worker::{READ_TOTAL, cells};
 use super::world::{Event, MS, Time, WorkerAt, World};
 
+/// What a cell's value is mixed with if other bytes than the source's arrive.
+const WRONG: u64 = 0xbad << 48;
+
 /// A read in progress.
 #[derive(Debug, Clone)]
 pub(super) struct Read {
@@ -23,6 +26,10 @@ pub(super) struct Read {
     pace: Time,
     /// How it will end, if not well.
     doom: Option<Failure>,
+    /// What it brings is not what the source holds.
+    wrong: bool,
+    /// The transport was asked to end it.
+    cancelled: bool,
     /// Its end was told; only a broken transport goes on.
     told: bool,
 }
@@ -48,7 +55,20 @@ impl World {
         if self.strikes(FaultKind::ReadSlow) {
             pace = self.dice.between(20, 900) * MS / (todo.len() as u64).max(1);
         }
-        if self.strikes(FaultKind::ReadStalled) {
+        let cells = todo.len() as u64;
+        let mut wrong = false;
+        let mut ends_after = self.dice.between(1, 300) * MS;
+        if self.strikes(FaultKind::ReadWrong) {
+            doom = Some(Failure::new(LoadFailure::ReadFailed, "what arrived is not what was sent"));
+            wrong = true;
+            // It is noticed when all has arrived.
+            ends_after = pace * (cells + 1);
+        } else if self.strikes(FaultKind::ReadPartial) {
+            doom = Some(Failure::new(LoadFailure::ReadFailed, "only a part arrived"));
+            let missing = self.dice.between(1, cells.max(1));
+            todo.truncate(cells.saturating_sub(missing) as usize);
+            ends_after = pace * (todo.len() as u64 + 1);
+        } else if self.strikes(FaultKind::ReadStalled) {
             doom = Some(Failure::new(LoadFailure::ReadTimedOut, "no byte arrived"));
             pace = READ_TOTAL / (todo.len() as u64 + 1) / 3;
             let kept = self.dice.below(todo.len() as u64) as usize;
@@ -59,19 +79,24 @@ impl World {
             }
         } else if self.strikes(FaultKind::ReadFailed) {
             doom = Some(Failure::new(LoadFailure::ReadFailed, "the fabric failed"));
-            let kept = self.dice.below(todo.len() as u64) as usize;
+            let kept = self.dice.below(cells) as usize;
             if !self.has(Canary::LateWrite) {
                 todo.truncate(kept);
             }
         }
         let read = self.fresh();
-        self.tell(|| format!("worker {at} reads {} cells of {from} for {load}", todo.len()));
+        self.tell(|| match &doom {
+            Some(doom) => format!("worker {at} reads {from} for {load}, but {doom}"),
+            None => format!("worker {at} reads {cells} cells of {from} for {load}"),
+        });
         let ends_badly = doom.is_some();
-        self.reads.insert(read, Read { to: at, from, load, link: id, todo, pace, doom, told: false });
+        let of =
+            Read { to: at, from, load, link: id, todo, pace, doom, wrong, cancelled: false, told: false };
+        self.reads.insert(read, of);
         self.after(pace, Event::ReadPiece { read });
+        self.client_of_load_goes(at.engine, load, FaultKind::GoneLoading, "while it is read");
         if ends_badly {
-            let wait = self.dice.between(1, 300) * MS;
-            self.after(wait, Event::ReadEnd { read });
+            self.after(ends_after, Event::ReadEnd { read });
         } else {
             // The transport's own limit.
             self.after(READ_TOTAL, Event::ReadEnd { read });
@@ -79,13 +104,22 @@ impl World {
     }
 
     pub(super) fn read_piece(&mut self, id: u64) {
+        let clogged = self.reads.get(&id).and_then(|read| self.links.get(&read.link)?.clogged(self.now));
         let Some(mut read) = self.reads.remove(&id) else { return };
+        if let Some(until) = clogged {
+            // What was stopped comes all at once.
+            read.pace = 1;
+            self.reads.insert(id, read);
+            return self.at(until, Event::ReadPiece { read: id });
+        }
         let Some((source, destination)) = read.todo.pop() else {
             self.reads.insert(id, read);
             return;
         };
         match self.source_cell(read.from, source) {
-            Some(value) => self.write_cell(&read, destination, value),
+            Some(value) => {
+                self.write_cell(&read, destination, if read.wrong { WRONG ^ value } else { value })
+            }
             None => {
                 // The owner is gone, and this transport notices.
                 if read.doom.is_none() {
@@ -143,8 +177,10 @@ impl World {
         read.told = true;
         let (to, load, whole) = (read.to, read.load, read.todo.is_empty());
         let partial_is_whole = self.canary == Some(Canary::PartialTakenAsWhole);
+        let wrong_is_right = self.canary == Some(Canary::WrongBytesTaken);
         let result = match read.doom.clone() {
-            Some(_) if partial_is_whole => Ok(()),
+            Some(_) if read.wrong && wrong_is_right => Ok(()),
+            Some(_) if partial_is_whole && !read.wrong => Ok(()),
             Some(failure) => Err(failure),
             None if whole => Ok(()),
             None => Err(Failure::new(LoadFailure::ReadTimedOut, "not finished within the limit")),
@@ -164,6 +200,8 @@ impl World {
                     todo: Vec::new(),
                     pace: MS,
                     doom: result.err(),
+                    wrong: false,
+                    cancelled: false,
                     told: false,
                 },
             );
@@ -173,8 +211,7 @@ impl World {
     }
 
     pub(super) fn fail_reads_over(&mut self, link: u64) {
-        let over: Vec<u64> =
-            self.reads.iter().filter(|(_, r)| r.link == link && !r.told).map(|(id, _)| *id).collect();
+        let over = self.reads_where(|read| read.link == link);
         for id in over {
             if let Some(read) = self.reads.get_mut(&id) {
                 read.doom.get_or_insert(Failure::new(LoadFailure::PeerLost, "connection lost"));
@@ -184,19 +221,56 @@ impl World {
     }
 
     pub(super) fn cancel_read(&mut self, at: WorkerAt, load: LoadId) {
-        let ids: Vec<u64> = self
-            .reads
-            .iter()
-            .filter(|(_, r)| r.to == at && r.load == load && !r.told)
-            .map(|(id, _)| *id)
-            .collect();
-        for id in ids {
-            if let Some(read) = self.reads.get_mut(&id) {
-                read.doom.get_or_insert(Failure::new(LoadFailure::Cancelled, "cancelled"));
-            }
+        for id in self.reads_where(|read| read.to == at && read.load == load && !read.cancelled) {
             // A cancel is a request: the completion takes a while, and the transport may write until then.
-            let wait = self.dice.between(1, 60) * MS;
+            let mut wait = self.dice.between(1, 60) * MS;
+            let goes_on = self.strikes(FaultKind::QuietLate);
+            if goes_on {
+                wait = self.dice.between(100, 1_500) * MS;
+                self.tell(|| format!("the cancelled read of {load} is quiet only after {} ms", wait / MS));
+            }
+            if let Some(read) = self.reads.get_mut(&id) {
+                read.cancelled = true;
+                read.doom.get_or_insert(Failure::new(LoadFailure::Cancelled, "cancelled"));
+                if goes_on {
+                    read.write_until(wait);
+                }
+            }
             self.after(wait, Event::ReadEnd { read: id });
         }
+    }
+
+    /// A connection is lost while the transport still has writes of its reads in flight. Returns how long these go
+    /// on, if it is so.
+    pub(super) fn writes_in_flight(&mut self, link: u64) -> Option<Time> {
+        let reads = self.reads_where(|read| read.link == link);
+        if reads.is_empty() || !self.strikes(FaultKind::QuietLate) {
+            return None;
+        }
+        let wait = self.dice.between(20, 600) * MS;
+        self.tell(|| format!("the reads of the lost connection are quiet only after {} ms", wait / MS));
+        for id in reads {
+            let Some(read) = self.reads.get_mut(&id) else { continue };
+            let lost = Failure::new(LoadFailure::PeerLost, "connection lost");
+            read.doom.get_or_insert(lost.clone());
+            read.write_until(wait);
+            let (to, load) = (read.to, read.load);
+            if self.has(Canary::PeerLossTakenAsQuiet) {
+                self.give(to, Fact::ReadEnded { load, result: Err(lost) });
+            }
+        }
+        Some(wait)
+    }
+
+    /// Reads whose end was not told.
+    fn reads_where(&self, which: impl Fn(&Read) -> bool) -> Vec<u64> {
+        self.reads.iter().filter(|(_, read)| !read.told && which(read)).map(|(id, _)| *id).collect()
+    }
+}
+
+impl Read {
+    /// What is still to be copied is spread over a time.
+    fn write_until(&mut self, wait: Time) {
+        self.pace = (wait / (self.todo.len() as u64 + 1)).max(1);
     }
 }

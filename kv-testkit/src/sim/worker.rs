@@ -1,11 +1,11 @@
 //! Workers of a simulated world: the real machine, and a driver over simulated time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kv_proto::message::WorkerMessage;
 use kv_proto::{
-    Attempt, BlockLayout, EngineId, Fingerprint, Incarnation, LeaseId, LoadId, OfferDigest, Plan,
+    Attempt, BlockLayout, EngineId, Fingerprint, Incarnation, LeaseId, LoadId, Moment, OfferDigest, Plan,
     ProducerOrder, Rank, Topology,
 };
 use kv_transport::RegionId;
@@ -15,10 +15,12 @@ use kv_worker::machine::worker::WorkerMachine;
 use kv_worker::{WorkerConfig, WorkerLimits};
 
 use super::canary::Canary;
+use super::clock::Clock;
 use super::dice::Dice;
 use super::engine::{CELL_BYTES, LAYERS, Role};
 use super::faults::FaultKind;
-use super::world::{Clock, Event, MS, Time, WorkerAt, World};
+use super::invariants::in_time::{Heard, Terms};
+use super::world::{Event, MS, Time, WorkerAt, World};
 
 /// Limits of a world's workers: a tenth of what data centres use, so that more of them pass.
 const LIMITS: WorkerLimits = WorkerLimits {
@@ -38,7 +40,10 @@ const LIMITS: WorkerLimits = WorkerLimits {
     peer_idle: Duration::from_millis(5_000),
 };
 
-/// Longest a read may take in all, and without a piece, as the transport is told.
+/// For a canary: a time that no world lives to see.
+const EVER: Duration = Duration::from_secs(1_000_000);
+
+/// Longest a read may take in all, as the transport is told.
 pub(super) const READ_TOTAL: Time = 1_000 * MS;
 pub(super) const HANDSHAKE_LIMIT: Time = 500 * MS;
 
@@ -53,24 +58,39 @@ pub(super) struct WorkerNode {
     /// When the last plan on its way arrives.
     pub(super) plans_until: Time,
     pub(super) next_accepted: u64,
-    /// Leases whose grant has reached it; for a canary.
+    /// Leases whose grant has reached it; for canaries.
     granted: BTreeMap<LeaseId, OfferDigest>,
+    /// Those of them whose end it has not reported, with how long they must live.
+    pub(super) terms: BTreeMap<LeaseId, Terms>,
+    pub(super) heard: Heard,
+    /// What should have happened before this moment of its clock happens then, if at all: it stood still, or its
+    /// clock jumped.
+    pub(super) late_until: Moment,
     /// The earliest timer that is set.
     timer_at: Option<Time>,
 }
 
+/// How a worker is configured; some canaries are no more than that.
+pub(super) fn worker_config(
+    engine: EngineId,
+    incarnation: Incarnation,
+    rank: usize,
+    topology: Topology,
+    canary: Option<Canary>,
+) -> WorkerConfig {
+    let mut limits = LIMITS;
+    match canary {
+        Some(Canary::EndedNeverForgotten) => limits.remember_ended = EVER,
+        Some(Canary::PeersNeverForgotten) => limits.peer_idle = EVER,
+        _ => {}
+    }
+    WorkerConfig { engine, incarnation, rank: Rank(rank as u32), topology, limits }
+}
+
 impl WorkerNode {
-    pub(super) fn new(
-        engine: EngineId,
-        incarnation: Incarnation,
-        rank: usize,
-        topology: Topology,
-        layout: BlockLayout,
-        fingerprint: Fingerprint,
-    ) -> Self {
+    pub(super) fn new(config: WorkerConfig, layout: BlockLayout, fingerprint: Fingerprint) -> Self {
         let cells = LAYERS * layout.blocks as usize;
-        let mut dice = Dice::new(incarnation.get() ^ (rank as u64) << 7);
-        let config = WorkerConfig { engine, incarnation, rank: Rank(rank as u32), topology, limits: LIMITS };
+        let mut dice = Dice::new(config.incarnation.get() ^ u64::from(config.rank.0) << 7);
         let local = LocalMemory { layout, regions: vec![RegionId(0)] };
         Self {
             machine: WorkerMachine::new(config, local, "sim"),
@@ -81,8 +101,30 @@ impl WorkerNode {
             plans_until: 0,
             next_accepted: 0,
             granted: BTreeMap::new(),
+            terms: BTreeMap::new(),
+            heard: Heard::default(),
+            late_until: Moment::START,
             timer_at: None,
         }
+    }
+
+    /// The canary: whether the first lease that is held is not over, although another one is.
+    fn first_lives(&self, now: Moment) -> bool {
+        let mut trial = self.machine.clone();
+        trial.time_passed(now, &mut Vec::new());
+        let over: BTreeSet<LeaseId> =
+            trial.take_report().leases.into_iter().map(|(lease, _)| lease).collect();
+        !over.is_empty() && self.terms.keys().next().is_some_and(|first| !over.contains(first))
+    }
+
+    pub(super) fn pause(&mut self, until: Time) {
+        self.paused_until = until;
+        self.late_until = self.late_until.max(self.clock.read(until + MS));
+    }
+
+    pub(super) fn jump(&mut self, now: Time, by: Time) {
+        self.clock.jump(by);
+        self.late_until = self.late_until.max(self.clock.read(now + MS));
     }
 }
 
@@ -103,11 +145,14 @@ impl World {
             return self.at(until, Event::PlanAtWorker { at, plan: plan.clone() });
         }
         let tied = self.has(Canary::RenewalTiedToSteps);
+        let now = self.now;
         let Ok(plan) = Plan::decode(plan) else { return };
         let Some(worker) = self.worker(at) else { return };
+        let local = worker.clock.read(now);
         for order in &plan.producer {
-            if let ProducerOrder::Grant { lease, offer, .. } = order {
+            if let ProducerOrder::Grant { lease, offer, terms } = order {
                 worker.granted.insert(*lease, *offer);
+                worker.terms.entry(*lease).or_insert_with(|| Terms::granted(local, *terms));
             }
         }
         self.give(at, Fact::PlanTaken(plan));
@@ -127,10 +172,14 @@ impl World {
     }
 
     fn let_time_pass(&mut self, at: WorkerAt) {
+        let reaper = self.has(Canary::ReaperStopsAtFirstLive);
         let now = self.now;
         let Some(worker) = self.worker(at) else { return };
         let mut decisions = Vec::new();
         let moment = worker.clock.read(now);
+        if reaper && worker.first_lives(moment) {
+            return self.after(MS, Event::Timer { at });
+        }
         worker.machine.time_passed(moment, &mut decisions);
         self.settle(at, decisions);
     }
@@ -149,12 +198,21 @@ impl World {
         if report.is_empty() {
             return;
         }
+        self.judge_ends(at, &report.leases);
         let Ok(report) = report.encode() else { return };
+        let arrives =
+            |report, again| Event::ReportAtScheduler { engine: at.engine, life: at.life, report, again };
         let mut wait = self.dice.between(0, 5) * MS;
         if self.strikes(FaultKind::ReportLate) {
             wait += self.dice.between(20, 400) * MS;
+            self.tell(|| format!("a report of worker {at} is late"));
         }
-        self.after(wait, Event::ReportAtScheduler { engine: at.engine, life: at.life, report });
+        if self.strikes(FaultKind::ReportTwice) {
+            let again = wait + self.dice.between(0, 300) * MS;
+            self.tell(|| format!("a report of worker {at} will arrive twice"));
+            self.after(again, arrives(report.clone(), true));
+        }
+        self.after(wait, arrives(report, false));
     }
 
     /// Sets the timer for a machine's next deadline.
@@ -197,6 +255,7 @@ impl World {
         match decision {
             Decision::ShakeHands { peer } => self.shake_hands(at, peer),
             Decision::Connect { link, address } => self.connect(at, link, &address),
+            Decision::Disconnect { .. } if self.has(Canary::DisconnectIgnored) => {}
             Decision::Disconnect { link } => self.disconnect(at, link),
             Decision::Send { link, message } => self.send(at, link, message),
             Decision::Read { load, link, parts } => self.begin_read(at, load, link, &parts),

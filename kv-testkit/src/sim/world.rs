@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use kv_proto::handshake::EngineCard;
-use kv_proto::{Moment, PeerLocator};
+use kv_proto::{PeerLocator, RequestId};
 use kv_worker::Failure;
 use serde_json::Value;
 
@@ -26,7 +26,7 @@ pub(super) type Time = u64;
 /// One millisecond of the world's own time.
 pub(super) const MS: Time = 1_000;
 /// When faults stop and everything must heal.
-const HEAL_AT: Time = 6_000 * MS;
+pub(super) const HEAL_AT: Time = 6_000 * MS;
 /// When everything must have ended: the longest chain of limits after the healing, with room.
 const END_AT: Time = HEAL_AT + 30_000 * MS;
 /// Most events of one world. More means that something goes round in circles.
@@ -49,12 +49,12 @@ impl fmt::Display for WorkerAt {
 /// Something that will happen.
 #[derive(Debug, Clone)]
 pub(super) enum Event {
-    RequestAtP { request: usize },
+    RequestAtP { engine: usize, request: usize, name: usize },
     RequestAtD { engine: usize, request: usize, params: Rc<Value>, copy: u32 },
     ParamsAtRouter { request: usize, params: Rc<Value> },
     Tick { engine: usize, life: u32 },
     PlanAtWorker { at: WorkerAt, plan: Rc<Vec<u8>> },
-    ReportAtScheduler { engine: usize, life: u32, report: Vec<u8> },
+    ReportAtScheduler { engine: usize, life: u32, report: Vec<u8>, again: bool },
     HandshakeAtP { from: WorkerAt, peer: Arc<PeerLocator>, query: Vec<u8> },
     HandshakeAtD { to: WorkerAt, peer: Arc<PeerLocator>, result: Result<Box<EngineCard>, Failure> },
     LinkAtP { link: u64 },
@@ -64,12 +64,14 @@ pub(super) enum Event {
     ReadPiece { read: u64 },
     ReadEnd { read: u64 },
     Timer { at: WorkerAt },
-    ClientGone { engine: usize, life: u32, id: String },
+    ClientGone { engine: usize, life: u32, id: RequestId },
     Die { engine: usize, back_after: Option<Time> },
     Return { engine: usize },
     Pause { engine: usize, process: usize, until: Time },
     ClockJump { engine: usize, process: usize, by: Time },
     Partition { from: usize, to: usize, until: Time },
+    PoolPressed { engine: usize, until: Time },
+    PoolEased { engine: usize, life: u32 },
     Heal,
 }
 
@@ -186,12 +188,12 @@ impl World {
         let fault_dice = FaultKind::ALL.iter().map(|kind| (*kind, fault_source.split())).collect();
         let drawn = FaultPlan::draw(&mut fault_source);
         let faults = settings.faults.clone().unwrap_or(drawn);
-        let ranks = draw.between(1, 2) as usize;
-        let (producers, consumers) = (draw.between(1, 2) as usize, draw.between(1, 2) as usize);
+        let ranks = if draw.chance(100) { 3 } else { draw.between(1, 2) } as usize;
+        let (producers, consumers) = (draw.between(1, 2) as usize, draw.between(1, 3) as usize);
         let mut engines = Vec::new();
         for index in 0..producers + consumers {
             let role = if index < producers { Role::Producer } else { Role::Consumer };
-            engines.push(Engine::new(index, role, ranks, &mut draw));
+            engines.push(Engine::new(role, ranks, &mut draw));
         }
         let requests = draw.between(2, 10) as usize;
         let prompts: Vec<Prompt> = (0..requests)
@@ -234,7 +236,8 @@ impl World {
         for request in 0..requests {
             let at = draw.between(1, 2_500) * MS;
             if request < kept {
-                world.at(at, Event::RequestAtP { request });
+                let engine = world.prompts[request].producer;
+                world.at(at, Event::RequestAtP { engine, request, name: request });
             }
         }
         world.draw_disasters(&mut draw);
@@ -260,6 +263,10 @@ impl World {
             }
             if self.strikes(FaultKind::ClockJump) {
                 self.at(when, Event::ClockJump { engine, process, by: 400 * MS + after });
+            }
+            if self.strikes(FaultKind::PoolPressure) {
+                let until = when + 100 * MS + 4 * after;
+                self.at(when, Event::PoolPressed { engine, until });
             }
             let other = draw.below(self.engines.len() as u64) as usize;
             if other != engine && self.strikes(FaultKind::OneWayPartition) {
@@ -340,15 +347,15 @@ impl World {
 
     fn happen(&mut self, event: Event) {
         match event {
-            Event::RequestAtP { request } => self.request_at_p(request),
+            Event::RequestAtP { engine, request, name } => self.request_at_p(engine, request, name),
             Event::RequestAtD { engine, request, params, copy } => {
                 self.request_at_d(engine, request, &params, copy)
             }
             Event::ParamsAtRouter { request, params } => self.params_at_router(request, &params),
             Event::Tick { engine, life } => self.tick(engine, life),
             Event::PlanAtWorker { at, plan } => self.plan_at_worker(at, &plan),
-            Event::ReportAtScheduler { engine, life, report } => {
-                self.report_at_scheduler(engine, life, &report)
+            Event::ReportAtScheduler { engine, life, report, again } => {
+                self.report_at_scheduler(engine, life, &report, again)
             }
             Event::HandshakeAtP { from, peer, query } => self.handshake_at_p(from, peer, query),
             Event::HandshakeAtD { to, peer, result } => self.handshake_at_d(to, peer, result),
@@ -364,6 +371,8 @@ impl World {
             Event::Return { engine } => self.come_back(engine),
             Event::Pause { engine, process, until } => self.pause(engine, process, until),
             Event::ClockJump { engine, process, by } => self.clock_jump(engine, process, by),
+            Event::PoolPressed { engine, until } => self.press_pool(engine, until),
+            Event::PoolEased { engine, life } => self.ease_pool(engine, life),
             Event::Heal => self.heal(),
             Event::Partition { from, to, until } => {
                 if self.now < HEAL_AT {
@@ -392,35 +401,5 @@ impl World {
             events: self.events,
             story: self.story,
         }
-    }
-}
-
-/// A process's clock: it began at some other time than the world's, and runs a little fast or slow.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Clock {
-    offset: Time,
-    /// Parts in a thousand by which it runs fast.
-    fast: i64,
-}
-
-impl Clock {
-    pub(super) fn draw(dice: &mut Dice) -> Self {
-        Self { offset: dice.below(1_000_000_000), fast: dice.between(0, 40) as i64 - 20 }
-    }
-
-    pub(super) fn jump(&mut self, by: Time) {
-        self.offset += by;
-    }
-
-    pub(super) fn read(self, now: Time) -> Moment {
-        let ran = (now as i128 * (1000 + i128::from(self.fast)) / 1000) as u64;
-        Moment::from_start(std::time::Duration::from_micros(self.offset + ran))
-    }
-
-    /// The world's time at which the clock shows a moment, rounded up.
-    pub(super) fn when(self, moment: Moment) -> Time {
-        let shown = moment.since_start().as_nanos().div_ceil(1_000) as i128;
-        let ran = (shown - i128::from(self.offset)).max(0);
-        (ran * 1000 / (1000 + i128::from(self.fast))) as u64 + 1
     }
 }

@@ -1,5 +1,5 @@
-//! **P6: after the faults everything heals.** In the end no machine remembers anything: no hold, no lease, no pull, and no
-//! deadline but that of an idle connection.
+//! **P6: after the faults everything heals.** In the end no scheduler half holds anything, and no machine waits for a
+//! deadline.
 
 use super::super::world::World;
 use super::Invariant;
@@ -9,18 +9,18 @@ pub(super) const NAME: &str = "healed";
 pub(super) fn judge(world: &mut World) {
     for index in 0..world.engines.len() {
         let engine = &world.engines[index];
-        let holds = engine.scheduler.as_ref().map_or(0, |scheduler| scheduler.holds());
         let mut left = Vec::new();
-        if holds > 0 {
-            left.push(format!("the scheduler half has {holds} holds"));
+        if let Some(scheduler) = &engine.scheduler {
+            if scheduler.holds() > 0 {
+                left.push(format!("the scheduler half has {} holds", scheduler.holds()));
+            }
+            if let Some(deadline) = scheduler.next_deadline() {
+                left.push(format!("the scheduler half waits for {deadline}"));
+            }
         }
         for (rank, worker) in engine.workers.iter().enumerate() {
-            let stats = worker.machine.stats();
-            if stats.leases > 0 || stats.pulls > 0 || stats.producers > 0 {
-                left.push(format!(
-                    "worker {rank} has {} leases, {} pulls, {} producers",
-                    stats.leases, stats.pulls, stats.producers
-                ));
+            if let Some(deadline) = worker.machine.next_deadline() {
+                left.push(format!("worker {rank} waits for {deadline}"));
             }
         }
         if !left.is_empty() {

@@ -1,10 +1,12 @@
 //! What must hold in every world. Each promise has a file that says how it is judged.
 
+mod bounded;
 mod calm;
 mod conserved;
 mod content;
 mod ends_once;
 mod healed;
+pub(super) mod in_time;
 mod no_hang;
 mod quiet;
 
@@ -27,6 +29,10 @@ pub enum Invariant {
     Healed,
     /// P5: see `calm.rs`.
     Calm,
+    /// P6: see `bounded.rs`.
+    Bounded,
+    /// P4, P1: see `in_time.rs`.
+    InTime,
 }
 
 impl Invariant {
@@ -39,6 +45,8 @@ impl Invariant {
         Self::NoHang,
         Self::Healed,
         Self::Calm,
+        Self::Bounded,
+        Self::InTime,
     ];
 
     /// A word for tables.
@@ -51,6 +59,8 @@ impl Invariant {
             Self::NoHang => no_hang::NAME,
             Self::Healed => healed::NAME,
             Self::Calm => calm::NAME,
+            Self::Bounded => bounded::NAME,
+            Self::InTime => in_time::NAME,
         }
     }
 }
@@ -70,5 +80,6 @@ pub struct Violation {
 pub(super) fn at_end(world: &mut World) {
     no_hang::judge(world);
     conserved::judge(world);
+    bounded::judge(world);
     healed::judge(world);
 }

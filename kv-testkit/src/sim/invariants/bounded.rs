@@ -1,0 +1,32 @@
+//! **P6: no table has grown.** In the end the tables of every worker are empty: no lease is remembered, no pull, no
+//! producer; and between the workers no connection is open and no read goes on.
+
+use super::super::world::World;
+use super::Invariant;
+
+pub(super) const NAME: &str = "bounded";
+
+pub(super) fn judge(world: &mut World) {
+    for index in 0..world.engines.len() {
+        let mut left = Vec::new();
+        for (rank, worker) in world.engines[index].workers.iter().enumerate() {
+            let stats = worker.machine.stats();
+            if stats.leases > 0 || stats.pulls > 0 || stats.producers > 0 {
+                left.push(format!(
+                    "worker {rank} has {} leases, {} pulls, {} producers",
+                    stats.leases, stats.pulls, stats.producers
+                ));
+            }
+        }
+        if !left.is_empty() {
+            world.violate(Invariant::Bounded, format!("engine {index} in the end: {}", left.join("; ")));
+        }
+    }
+    let (links, reads) = (world.links.len(), world.reads.len());
+    if links > 0 || reads > 0 {
+        world.violate(
+            Invariant::Bounded,
+            format!("{links} connections and {reads} reads are left in the end"),
+        );
+    }
+}

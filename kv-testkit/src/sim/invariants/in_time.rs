@@ -1,0 +1,121 @@
+//! **P4, P1: a lease lives as long as its terms say.** A lease that expires does so not before its own time, nor before
+//! the renewal's span is over since a consumer named it for the first time over a connection that still stands (H-12,
+//! H-13); and not later than a moment after its own time or after the last sign of life of any consumer, never after its
+//! longest life. Kept by a second account of grants and renewals, in the clock of P's worker. A worker that stood still,
+//! or whose clock jumped, may be late for what fell into that time.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use kv_proto::message::WorkerMessage;
+use kv_proto::{LeaseEnd, LeaseId, LeaseTerms, Moment};
+
+use super::super::world::{WorkerAt, World};
+use super::Invariant;
+
+pub(super) const NAME: &str = "in-time";
+
+/// How late a worker's timer may be.
+const SLACK: Duration = Duration::from_millis(5);
+
+/// What must become of a lease.
+#[derive(Debug, Clone)]
+pub(in super::super) struct Terms {
+    own: Moment,
+    latest: Moment,
+    renewal: Duration,
+    grace: Duration,
+    /// How long it lives at least, by the connections over which it was named.
+    sure: BTreeMap<u64, Moment>,
+}
+
+impl Terms {
+    pub(in super::super) fn granted(now: Moment, terms: LeaseTerms) -> Self {
+        Self {
+            own: now + Duration::from_millis(terms.ttl_ms),
+            latest: now + Duration::from_millis(terms.max_ms),
+            renewal: Duration::from_millis(terms.renewal_ms),
+            grace: Duration::from_millis(terms.grace_ms),
+            sure: BTreeMap::new(),
+        }
+    }
+}
+
+/// What a worker of P has heard.
+#[derive(Debug, Clone, Default)]
+pub(in super::super) struct Heard {
+    /// The last sign of life of any consumer.
+    last: Option<Moment>,
+    /// The newest whole list of each connection; an older one counts no more.
+    lists: BTreeMap<u64, u64>,
+}
+
+impl World {
+    /// A renewal has arrived at P's worker over a connection.
+    pub(in super::super) fn renew_terms(&mut self, at: WorkerAt, link: u64, message: &WorkerMessage) {
+        let now = self.now;
+        if let (WorkerMessage::Hello { .. }, Some(worker)) = (message, self.worker(at)) {
+            worker.heard.last = Some(worker.clock.read(now));
+        }
+        let WorkerMessage::Renew { seq, all, wanted, dropped } = message else { return };
+        let held: Vec<LeaseId> = wanted
+            .iter()
+            .filter(|(lease, offer)| self.granted(at, *lease) == Some(*offer))
+            .map(|(lease, _)| *lease)
+            .collect();
+        let Some(worker) = self.worker(at) else { return };
+        let local = worker.clock.read(now);
+        worker.heard.last = Some(local);
+        for (lease, _) in dropped {
+            if let Some(terms) = worker.terms.get_mut(lease) {
+                terms.sure.remove(&link);
+            }
+        }
+        if !*all || worker.heard.lists.get(&link).is_some_and(|newest| newest >= seq) {
+            return;
+        }
+        worker.heard.lists.insert(link, *seq);
+        for (lease, terms) in &mut worker.terms {
+            if held.contains(lease) {
+                terms.sure.insert(link, (local + terms.renewal).min(terms.latest));
+            } else {
+                terms.sure.remove(&link);
+            }
+        }
+    }
+
+    /// A connection is gone: nobody can be sure any more of what was named over it.
+    pub(in super::super) fn terms_unsure(&mut self, at: WorkerAt, link: u64) {
+        let Some(worker) = self.worker(at) else { return };
+        worker.heard.lists.remove(&link);
+        for terms in worker.terms.values_mut() {
+            terms.sure.remove(&link);
+        }
+    }
+
+    /// P's worker reports ends.
+    pub(in super::super) fn judge_ends(&mut self, at: WorkerAt, ends: &[(LeaseId, LeaseEnd)]) {
+        let now = self.now;
+        for (lease, end) in ends {
+            let Some(worker) = self.worker(at) else { return };
+            let Some(terms) = worker.terms.remove(lease) else { continue };
+            let local = worker.clock.read(now);
+            if *end != LeaseEnd::Expired {
+                continue;
+            }
+            let not_before = terms.sure.values().copied().fold(terms.own, Moment::max);
+            let heard = worker.heard.last.map_or(terms.own, |at| at + terms.renewal.max(terms.grace));
+            let not_after = terms.own.max(heard).min(terms.latest);
+            let excused = not_after <= worker.late_until;
+            let (early, late) = (not_before.since(local), local.since(not_after));
+            if !early.is_zero() {
+                self.violate(
+                    Invariant::InTime,
+                    format!("{lease} expires on worker {at} {early:?} too early"),
+                );
+            } else if late > SLACK && !excused {
+                self.violate(Invariant::InTime, format!("{lease} expires on worker {at} {late:?} too late"));
+            }
+        }
+    }
+}

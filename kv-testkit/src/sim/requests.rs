@@ -1,0 +1,353 @@
+//! Requests of a simulated world: how they reach engines, run, and end; the router and clients.
+
+use std::rc::Rc;
+
+use kv_proto::{LoadId, RequestId, TransferParams};
+use kv_sched::{RequestEnd, Role as Task, SchedError};
+use serde_json::{Value, json};
+
+use super::canary::Canary;
+use super::engine::{BLOCK_TOKENS, Role};
+use super::faults::FaultKind;
+use super::invariants::Invariant;
+use super::pool::{GARBAGE, ids, stamp};
+use super::world::{Event, MS, Time, World};
+
+/// Added to a prompt's number if it was changed on its way: content that this world does not know.
+const CHANGED: usize = 5_000;
+
+/// Where a request is in its engine.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Stage {
+    /// Without blocks.
+    Waiting,
+    /// Of so many turns some are to go. On P it computes a chunk of its prompt in each; on D it decodes.
+    Running { left: u64, of: u64 },
+    /// On D.
+    Loading,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Request {
+    pub(super) prompt: usize,
+    task: Task,
+    pub(super) stage: Stage,
+    pub(super) blocks: Vec<u32>,
+    pub(super) local_blocks: u32,
+    /// On P: tokens that will have been computed when it ends.
+    computes: u32,
+    /// On P: when every worker has the plan that announced it. No token is computed before, since the plan comes with
+    /// the work (H-8).
+    pub(super) announced_at: Option<Time>,
+}
+
+impl World {
+    /// A prompt reaches a producer under a name.
+    pub(super) fn request_at_p(&mut self, index: usize, request: usize, name: usize) {
+        if let Some(until) = self.engines[index].waits(self.now) {
+            return self.at(until, Event::RequestAtP { engine: index, request, name });
+        }
+        self.tell(|| format!("prompt {request} reaches P {index} as r{name}"));
+        let Ok(id) = RequestId::new(format!("r{name}")) else { return };
+        self.arrive(index, request, &id, &json!({ "do_remote_decode": true }));
+        if self.strikes(FaultKind::GoneBeforePrefill) {
+            self.client_goes(index, &id, 0, "before it is scheduled");
+        }
+        if self.strikes(FaultKind::ClientGone) {
+            let wait = self.dice.between(1, 120) * MS;
+            self.client_goes(index, &id, wait, "after a while");
+        }
+        if self.strikes(FaultKind::IdReused) {
+            let request = self.dice.below(self.prompts.len() as u64) as usize;
+            let wait = self.dice.between(0, 600) * MS;
+            self.tell(|| format!("r{name} will come again, for prompt {request}"));
+            self.after(wait, Event::RequestAtP { engine: index, request, name });
+        }
+    }
+
+    pub(super) fn request_at_d(&mut self, index: usize, request: usize, params: &Rc<Value>, copy: u32) {
+        if let Some(until) = self.engines[index].waits(self.now) {
+            let params = params.clone();
+            return self.at(until, Event::RequestAtD { engine: index, request, params, copy });
+        }
+        // The router keeps the name that P knew it by, unless it tries again and makes up another.
+        let name = params["remote_request_id"].as_str().unwrap_or_default();
+        let renamed = copy > 0 && !self.strikes(FaultKind::IdReused);
+        let name = if renamed { format!("{name}-{copy}") } else { name.to_owned() };
+        self.tell(|| format!("prompt {request} reaches D {index} as {name}"));
+        let Ok(id) = RequestId::new(name) else { return };
+        self.arrive(index, request, &id, params);
+        if self.strikes(FaultKind::GoneQueued) {
+            let wait = self.dice.between(0, 3) * MS;
+            self.client_goes(index, &id, wait, "while it is queued");
+        }
+        if self.strikes(FaultKind::ClientGone) {
+            let wait = self.dice.between(0, 60) * MS;
+            self.client_goes(index, &id, wait, "after a while");
+        }
+    }
+
+    /// The client of a request will go away.
+    fn client_goes(&mut self, index: usize, id: &RequestId, wait: Time, when: &str) {
+        self.tell(|| format!("the client of {id} on engine {index} goes away {when}"));
+        let life = self.engines[index].life;
+        self.after(wait, Event::ClientGone { engine: index, life, id: id.clone() });
+    }
+
+    /// At a point that only the worker sees: the client of the request that a load is for may go away.
+    pub(super) fn client_of_load_goes(&mut self, index: usize, load: LoadId, kind: FaultKind, when: &str) {
+        let engine = &self.engines[index];
+        let tagged = |block: &u32| engine.pool.tags.get(*block as usize) == Some(&Some(load));
+        let waiting = engine.requests.iter().find(|(_, r)| r.blocks.iter().any(tagged));
+        let Some(id) = waiting.map(|(id, _)| id.clone()) else { return };
+        if self.strikes(kind) {
+            let wait = self.dice.between(0, 4) * MS;
+            self.client_goes(index, &id, wait, when);
+        }
+    }
+
+    fn arrive(&mut self, index: usize, prompt: usize, id: &RequestId, params: &Value) {
+        if !self.engines[index].alive {
+            return;
+        }
+        let mut tokens = self.prompts[prompt].tokens.clone();
+        let now = self.now;
+        let mut params = params.clone();
+        if self.engines[index].role == Role::Consumer && self.strikes(FaultKind::PromptChanged) {
+            self.tell(|| format!("   …with another prompt than P computed"));
+            tokens[0] += 7;
+            if self.has(Canary::DigestIgnored) {
+                let count = params["kv_connector"]["tokens"].as_u64().unwrap_or(0) as usize;
+                params["kv_connector"]["token_digest"] = json!(kv_proto::token_digest(&tokens[..count]));
+            }
+        }
+        if self.engines[index].role == Role::Consumer && self.strikes(FaultKind::OfferForged) {
+            self.tell(|| format!("   …naming other blocks than P did"));
+            forge_blocks(&mut params);
+        }
+        let changed = tokens != self.prompts[prompt].tokens;
+        let parsed = match TransferParams::parse(&params) {
+            Ok(parsed) => parsed,
+            Err(error) => return self.violate(Invariant::Calm, format!("own parameters refused: {error}")),
+        };
+        let engine = &mut self.engines[index];
+        let Some(scheduler) = &mut engine.scheduler else { return };
+        let local = engine.clock.read(now);
+        let answer = scheduler.request_arrived(local, id, &tokens, parsed.as_ref());
+        let lives = engine.requests.contains_key(id);
+        let refused = matches!(answer, Err(SchedError::DuplicateRequest { .. }));
+        if lives != refused {
+            // H-2: a name is refused while its request lives, and good again when that has ended.
+            let what = format!("{id} on engine {index}: lives {lives}, refused as a duplicate {refused}");
+            return self.violate(Invariant::EndsOnce, what);
+        }
+        match answer {
+            Ok(task) => {
+                let prompt = if changed && task == Task::Consumer { prompt + CHANGED } else { prompt };
+                let request = Request {
+                    prompt,
+                    task,
+                    stage: Stage::Waiting,
+                    blocks: Vec::new(),
+                    local_blocks: 0,
+                    computes: 0,
+                    announced_at: None,
+                };
+                engine.requests.insert(id.clone(), request);
+            }
+            Err(error) => self.tell(|| format!("engine {index} refuses {id}: {error}")),
+        }
+        self.wake(index);
+    }
+
+    /// P has answered: the router goes on to D, if all goes well.
+    pub(super) fn params_at_router(&mut self, request: usize, params: &Rc<Value>) {
+        if self.strikes(FaultKind::RouterLost) {
+            return self.tell(|| format!("the router loses prompt {request}"));
+        }
+        let engine = self.prompts[request].consumer;
+        let mut wait = self.dice.between(1, 10) * MS;
+        if self.strikes(FaultKind::RouterLate) {
+            wait += self.dice.between(400, 1_500) * MS;
+            self.tell(|| format!("the router keeps prompt {request} back"));
+        }
+        let at_d = |engine, copy| Event::RequestAtD { engine, request, params: params.clone(), copy };
+        self.after(wait, at_d(engine, 0));
+        let producers = self.engines.iter().filter(|e| e.role == Role::Producer).count();
+        let consumers = self.engines.len() - producers;
+        if self.strikes(FaultKind::RouterRetry) {
+            let engine = producers + self.dice.below(consumers as u64) as usize;
+            let wait = wait + self.dice.between(0, 1_200) * MS;
+            let copy = 1 + self.dice.below(100) as u32;
+            self.tell(|| format!("the router will try prompt {request} again, on D {engine}"));
+            self.after(wait, at_d(engine, copy));
+        }
+        if consumers > 1 && self.strikes(FaultKind::RouterElsewhere) {
+            let next = self.dice.between(1, consumers as u64 - 1) as usize;
+            let engine = producers + (engine - producers + next) % consumers;
+            let wait = wait + self.dice.between(0, 300) * MS;
+            self.tell(|| format!("the router brings prompt {request} to D {engine} as well"));
+            self.after(wait, at_d(engine, 0));
+        }
+    }
+
+    /// Moves one request on by a turn.
+    pub(super) fn advance(&mut self, index: usize, id: &RequestId) {
+        let Some(request) = self.engines[index].requests.get(id).cloned() else { return };
+        let Stage::Running { left, of } = request.stage else {
+            if request.stage == Stage::Waiting {
+                self.admit(index, id, &request);
+            }
+            return;
+        };
+        let produces = request.task == Task::Producer;
+        if left == 0 {
+            if !produces || request.announced_at.is_some_and(|at| at <= self.now) {
+                self.complete(index, id);
+            }
+            return;
+        }
+        if self.strikes(FaultKind::Preempted) {
+            return self.preempt(index, id, &request);
+        }
+        let gone = if produces { FaultKind::GoneInPrefill } else { FaultKind::GoneDecoding };
+        if self.strikes(gone) {
+            self.client_goes(index, id, 0, if produces { "while P computes" } else { "while D decodes" });
+        }
+        if produces {
+            self.compute_chunk(index, &request, left, of);
+        }
+        if let Some(record) = self.engines[index].requests.get_mut(id) {
+            record.stage = Stage::Running { left: left - 1, of };
+        }
+    }
+
+    fn preempt(&mut self, index: usize, id: &RequestId, request: &Request) {
+        self.tell(|| format!("{id} is preempted on engine {index}"));
+        self.release(index, &request.blocks);
+        if let Some(record) = self.engines[index].requests.get_mut(id) {
+            record.stage = Stage::Waiting;
+            record.blocks.clear();
+        }
+    }
+
+    /// A prompt is computed in chunks: the blocks of this turn get their content.
+    fn compute_chunk(&mut self, index: usize, request: &Request, left: u64, of: u64) {
+        let all = request.computes.div_ceil(BLOCK_TOKENS) as usize;
+        let after = |left: u64| all * (of - left) as usize / of as usize;
+        for position in after(left)..after(left - 1) {
+            let Some(block) = request.blocks.get(position) else { return };
+            self.fill(index, *block, |layer, rank| stamp(request.prompt, position, layer, rank));
+        }
+    }
+
+    fn admit(&mut self, index: usize, id: &RequestId, request: &Request) {
+        let tokens = self.prompt_len(request.prompt);
+        let needed = tokens.div_ceil(BLOCK_TOKENS) as usize;
+        let Some(blocks) = self.engines[index].pool.take(needed) else { return };
+        // A consumer finds a part of the prompt in its own cache now and then, up to the whole of it.
+        let full = tokens / BLOCK_TOKENS;
+        let cached = if request.task == Task::Consumer && self.dice.chance(300) {
+            self.dice.between(0, u64::from(full)) as u32
+        } else {
+            0
+        };
+        let mut computes = tokens;
+        if request.task == Task::Producer && self.strikes(FaultKind::PrefillShort) {
+            computes = self.dice.below(u64::from(tokens)) as u32;
+            self.tell(|| format!("{id} will end after {computes} of {tokens} tokens"));
+        }
+        let local_tokens = cached * BLOCK_TOKENS;
+        let engine = &mut self.engines[index];
+        let Some(scheduler) = &mut engine.scheduler else { return };
+        let remote = scheduler.remote_tokens(id, local_tokens);
+        let now = engine.clock.read(self.now);
+        let turns = self.dice.between(1, 6);
+        let mut stage = Stage::Running { left: turns, of: turns };
+        if request.task == Task::Consumer {
+            match scheduler.blocks_allocated(now, id, local_tokens, remote, &[ids(&blocks)]) {
+                Ok(()) if remote > 0 => stage = Stage::Loading,
+                Ok(()) => {}
+                Err(error) => {
+                    let what = format!("blocks of {id} refused on engine {index}: {error}");
+                    return self.violate(Invariant::Calm, what);
+                }
+            }
+        }
+        if let Some(record) = engine.requests.get_mut(id) {
+            record.blocks.clone_from(&blocks);
+            record.stage = stage;
+            record.local_blocks = cached;
+            record.computes = computes;
+        }
+        for (position, block) in blocks.iter().enumerate() {
+            let known = position < cached as usize;
+            self.fill(index, *block, |layer, rank| {
+                if known { stamp(request.prompt, position, layer, rank) } else { GARBAGE }
+            });
+        }
+    }
+
+    fn prompt_len(&self, prompt: usize) -> u32 {
+        self.prompts[prompt % CHANGED].tokens.len() as u32
+    }
+
+    /// A request has run to its end.
+    fn complete(&mut self, index: usize, id: &RequestId) {
+        let Some(request) = self.engines[index].requests.remove(id) else { return };
+        let pretends = self.has(Canary::HalfPromptHandedOver);
+        let whole = self.prompt_len(request.prompt);
+        let end = RequestEnd::Complete {
+            computed_tokens: if pretends { whole } else { request.computes },
+            blocks: vec![ids(&request.blocks)],
+        };
+        let engine = &mut self.engines[index];
+        let Some(scheduler) = &mut engine.scheduler else { return };
+        let now = engine.clock.read(self.now);
+        let finish = scheduler.request_finished(now, id, &end);
+        self.tell(|| format!("{id} finishes on engine {index}: {:?}", finish.verdict));
+        self.follow(index, id, &request.blocks, finish.verdict);
+        let Some(params) = finish.params else { return };
+        if self.strikes(FaultKind::GoneBeforeDecode) {
+            // Nobody is there to go on to D. P is told to abort, and the lease decides (H-10).
+            return self.client_goes(index, id, 0, "before D knows of it");
+        }
+        let params = Rc::new(TransferParams::RemotePrefill(Box::new(params)).to_json());
+        let wait = self.dice.between(0, 6) * MS;
+        self.after(wait, Event::ParamsAtRouter { request: request.prompt, params });
+    }
+
+    pub(super) fn client_gone(&mut self, index: usize, life: u32, id: &RequestId) {
+        let engine = &mut self.engines[index];
+        if !engine.alive || engine.life != life {
+            return;
+        }
+        if let Some(until) = engine.waits(self.now) {
+            return self.at(until, Event::ClientGone { engine: index, life, id: id.clone() });
+        }
+        let Some(request) = engine.requests.remove(id) else {
+            // Too late: the hand-over owns the blocks now.
+            if self.canary == Some(Canary::AbortFreesHandedOver)
+                && let Some(hold) = engine.handed_over.get(id).copied()
+                && let Some(blocks) = engine.pool.held.get_mut(&hold).map(std::mem::take)
+            {
+                self.release(index, &blocks);
+            }
+            return;
+        };
+        let Some(scheduler) = &mut engine.scheduler else { return };
+        let finish = scheduler.request_finished(engine.clock.read(self.now), id, &RequestEnd::Aborted);
+        self.tell(|| format!("the client of {id} is gone, engine {index}: {:?}", finish.verdict));
+        self.follow(index, id, &request.blocks, finish.verdict);
+        self.wake(index);
+    }
+}
+
+/// A client that names other blocks of P than it was told.
+fn forge_blocks(params: &mut Value) {
+    for group in params["remote_block_ids"].as_array_mut().into_iter().flatten() {
+        for id in group.as_array_mut().into_iter().flatten() {
+            *id = json!(id.as_u64().unwrap_or(0) ^ 1);
+        }
+    }
+}

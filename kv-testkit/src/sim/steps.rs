@@ -1,0 +1,251 @@
+//! An engine's loop in a simulated world: turns, plans out, reports in, and what follows from them.
+
+use std::rc::Rc;
+
+use kv_proto::{BlockId, ConsumerOrder, Plan, PullEnd, Rank, Report, RequestId};
+use kv_sched::{HoldId, LoadResult, SchedEvent, Scheduler};
+
+use super::canary::Canary;
+use super::engine::LAYERS;
+use super::faults::FaultKind;
+use super::invariants::Invariant;
+use super::pool::stamp;
+use super::requests::{Request, Stage};
+use super::world::{Event, MS, WorkerAt, World};
+
+impl World {
+    /// Wakes an engine's loop, if it is not awake.
+    pub(super) fn wake(&mut self, index: usize) {
+        let engine = &mut self.engines[index];
+        if engine.alive && !engine.ticking {
+            engine.ticking = true;
+            let life = engine.life;
+            let wait = self.dice.between(1, 8) * MS;
+            self.after(wait, Event::Tick { engine: index, life });
+        }
+    }
+
+    /// One turn of an engine's loop.
+    pub(super) fn tick(&mut self, index: usize, life: u32) {
+        let engine = &mut self.engines[index];
+        if !engine.alive || engine.life != life {
+            return;
+        }
+        if let Some(until) = engine.waits(self.now) {
+            return self.at(until, Event::Tick { engine: index, life });
+        }
+        engine.ticking = false;
+        self.take_events(index);
+        self.take_foreign(index);
+        let names: Vec<RequestId> = self.engines[index].requests.keys().cloned().collect();
+        for id in names {
+            self.advance(index, &id);
+        }
+        self.send_plan(index);
+        if self.strikes(FaultKind::SlowStep) {
+            let wait = self.dice.between(30, 900) * MS;
+            self.tell(|| format!("a step of engine {index} takes {} ms", wait / MS));
+            self.engines[index].busy_until = self.now + wait;
+        }
+        let engine = &self.engines[index];
+        let deadline = engine.scheduler.as_ref().and_then(Scheduler::next_deadline);
+        if !engine.requests.is_empty() {
+            self.wake(index);
+        } else if let Some(deadline) = deadline {
+            // Asleep until a deadline of the scheduler half; another event wakes it earlier.
+            let when = self.engines[index].clock.when(deadline);
+            self.at(when.max(self.now + MS), Event::Tick { engine: index, life });
+        }
+    }
+
+    fn send_plan(&mut self, index: usize) {
+        let engine = &mut self.engines[index];
+        let Some(scheduler) = &mut engine.scheduler else { return };
+        let mut plan = scheduler.plan_step(engine.clock.read(self.now));
+        if plan.is_empty() {
+            return;
+        }
+        for order in &mut plan.consumer {
+            if let ConsumerOrder::Load { load, groups, .. } = order {
+                for group in groups {
+                    for BlockId(block) in group.local.iter() {
+                        engine.pool.tags[block as usize] = Some(*load);
+                    }
+                    if self.canary == Some(Canary::PairedFromTail) && group.first > 0 {
+                        // Shorter lists are matched at their ends only if both end together; here one does not.
+                        let shifted: Vec<BlockId> =
+                            group.remote.iter().map(|b| BlockId(b.0.saturating_sub(1))).collect();
+                        group.remote = shifted.into_iter().collect();
+                    }
+                }
+            }
+        }
+        let (life, ranks) = (engine.life, engine.ranks);
+        let Ok(bytes) = plan.encode() else { return };
+        let bytes = Rc::new(bytes);
+        let mut last = self.now;
+        for rank in 0..ranks {
+            let mut wait = self.engines[index].lag + self.dice.between(0, 4) * MS;
+            if self.strikes(FaultKind::PlanLate) {
+                wait += self.dice.between(5, 150) * MS;
+                self.tell(|| format!("a plan of engine {index} is late at rank {rank}"));
+            }
+            let at = WorkerAt { engine: index, life, rank };
+            // Plans reach a worker in their order.
+            let worker = &mut self.engines[index].workers[rank];
+            let when = (self.now + wait).max(worker.plans_until);
+            worker.plans_until = when;
+            last = last.max(when);
+            self.at(when, Event::PlanAtWorker { at, plan: bytes.clone() });
+            if self.has(Canary::FailureBeforeQuiet) {
+                self.report_cancelled_at_once(at, &plan);
+            }
+        }
+        for request in self.engines[index].requests.values_mut() {
+            request.announced_at.get_or_insert(last);
+        }
+    }
+
+    /// The canary: a worker that reports a cancelled load as ended without waiting for the transport.
+    fn report_cancelled_at_once(&mut self, at: WorkerAt, plan: &Plan) {
+        let mut report = Report::new(Rank(at.rank as u32));
+        for order in &plan.consumer {
+            if let ConsumerOrder::Cancel { load } = order {
+                let reason = kv_proto::LoadFailure::Cancelled;
+                report.loads.push((*load, PullEnd::Failed { reason, detail: String::new() }));
+            }
+        }
+        if let (false, Ok(report)) = (report.is_empty(), report.encode()) {
+            let again = false;
+            self.after(MS, Event::ReportAtScheduler { engine: at.engine, life: at.life, report, again });
+        }
+    }
+
+    /// A report arrives; `again` if it is one that has arrived before.
+    pub(super) fn report_at_scheduler(&mut self, index: usize, life: u32, report: &[u8], again: bool) {
+        let engine = &mut self.engines[index];
+        if !engine.alive || engine.life != life {
+            return;
+        }
+        if let Some(until) = engine.waits(self.now) {
+            let report = report.to_vec();
+            return self.at(until, Event::ReportAtScheduler { engine: index, life, report, again });
+        }
+        let Ok(mut report) = Report::decode(report) else { return };
+        if again && self.has(Canary::DuplicateReleaseFreesTwice) {
+            for (lease, _) in &report.leases {
+                self.release_again(index, HoldId::Lease(*lease));
+            }
+        }
+        let engine = &mut self.engines[index];
+        if again && self.canary == Some(Canary::ReportsCounted) {
+            report.rank = Rank((report.rank.0 + 1) % engine.ranks as u32);
+        }
+        let Some(scheduler) = &mut engine.scheduler else { return };
+        let now = engine.clock.read(self.now);
+        let ranks = engine.ranks as u32;
+        let one_is_all = match self.canary {
+            Some(Canary::FreedByFirstRank) => !report.leases.is_empty(),
+            Some(Canary::OneRankEnough) => report.loads.iter().any(|(_, e)| matches!(e, PullEnd::Loaded(_))),
+            _ => false,
+        };
+        if one_is_all {
+            for rank in 0..ranks {
+                scheduler.take_report(now, Report { rank: Rank(rank), ..report.clone() });
+            }
+        } else {
+            scheduler.take_report(now, report);
+        }
+        self.take_events(index);
+        self.wake(index);
+    }
+
+    fn take_events(&mut self, index: usize) {
+        let engine = &mut self.engines[index];
+        let Some(scheduler) = &mut engine.scheduler else { return };
+        scheduler.time_passed(engine.clock.read(self.now));
+        for event in scheduler.take_events() {
+            match event {
+                SchedEvent::LoadEnded { request, result } => self.load_ended(index, &request, result),
+                SchedEvent::BlocksReleased { hold, request, .. } => self.release_hold(index, hold, &request),
+                SchedEvent::Drained { left } => {
+                    self.tell(|| format!("engine {index} has drained, left {left:?}"));
+                }
+                SchedEvent::WorkersSilent { hold, missing } => {
+                    self.tell(|| format!("{hold:?} on engine {index}: no word from {missing:?}"));
+                }
+            }
+        }
+    }
+
+    fn load_ended(&mut self, index: usize, id: &RequestId, result: LoadResult) {
+        let Some(request) = self.engines[index].requests.get(id).cloned() else {
+            return self.violate(Invariant::EndsOnce, format!("a load of {id} ends, which is not there"));
+        };
+        if request.stage != Stage::Loading {
+            return self
+                .violate(Invariant::EndsOnce, format!("a load of {id} ends, which is {:?}", request.stage));
+        }
+        self.tell(|| format!("the load of {id} on D {index} ends: {}", short(&result)));
+        let taken_as_good = self.has(Canary::FailedTakenAsLoaded);
+        let mut blocks = request.blocks.clone();
+        match result {
+            LoadResult::Loaded { .. } => {
+                self.loaded += 1;
+                self.judge(index, id, &request);
+            }
+            LoadResult::Failed { .. } if taken_as_good => {
+                self.failed += 1;
+                self.judge(index, id, &request);
+            }
+            LoadResult::Failed { hold, reason, .. } => {
+                self.failed += 1;
+                if self.faults.is_empty() {
+                    let what = format!("no fault, and yet the load of {id} fails: {}", reason.name());
+                    self.violate(Invariant::Calm, what);
+                }
+                if let Some(hold) = hold {
+                    let lost = blocks.split_off(request.local_blocks as usize);
+                    self.engines[index].pool.held.insert(hold, lost);
+                }
+            }
+        }
+        for block in &blocks {
+            self.engines[index].pool.tags[*block as usize] = None;
+        }
+        // Whatever is missing is computed here, which takes the same turns.
+        let turns = self.dice.between(1, 6);
+        if let Some(record) = self.engines[index].requests.get_mut(id) {
+            record.blocks = blocks;
+            record.stage = Stage::Running { left: turns, of: turns };
+        }
+    }
+
+    /// A load was reported good: its blocks must hold this prompt's content, each at its place.
+    fn judge(&mut self, index: usize, id: &RequestId, request: &Request) {
+        let engine = &self.engines[index];
+        let size = engine.pool.size as usize;
+        for (position, block) in request.blocks.iter().enumerate() {
+            for (rank, worker) in engine.workers.iter().enumerate() {
+                for layer in 0..LAYERS {
+                    let holds = worker.memory[layer * size + *block as usize];
+                    let wanted = stamp(request.prompt, position, layer, rank);
+                    if holds != wanted {
+                        let what = format!(
+                            "{id} on D {index} was reported loaded, but block {position} (rank {rank}, layer {layer}) \
+                             holds {holds} instead of {wanted}"
+                        );
+                        return self.violate(Invariant::Content, what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn short(result: &LoadResult) -> String {
+    match result {
+        LoadResult::Loaded { tokens, .. } => format!("{tokens} tokens loaded"),
+        LoadResult::Failed { reason, detail, .. } => format!("failed, {} ({detail})", reason.name()),
+    }
+}
