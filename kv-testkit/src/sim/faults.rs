@@ -50,8 +50,7 @@ pub enum FaultKind {
     ReadPartial,
     /// A transfer brings bytes that are not the source's, all of them in place when its transport notices.
     ReadWrong,
-    /// A read that was cancelled, or whose peer is lost, goes on writing for long before its transport says that it is
-    /// quiet.
+    /// A read is cancelled, or loses its peer, and goes on writing for long before its transport says that it is quiet.
     QuietLate,
     /// A report from a worker reaches the scheduler half late.
     ReportLate,

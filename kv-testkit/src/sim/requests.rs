@@ -48,6 +48,7 @@ impl World {
             return self.at(until, Event::RequestAtP { engine: index, request, name });
         }
         self.tell(|| format!("prompt {request} reaches P {index} as r{name}"));
+        self.prompts[request].sent = true;
         let Ok(id) = RequestId::new(format!("r{name}")) else { return };
         self.arrive(index, request, &id, &json!({ "do_remote_decode": true }));
         if self.strikes(FaultKind::GoneBeforePrefill) {
@@ -88,7 +89,7 @@ impl World {
     }
 
     /// The client of a request will go away.
-    fn client_goes(&mut self, index: usize, id: &RequestId, wait: Time, when: &str) {
+    pub(super) fn client_goes(&mut self, index: usize, id: &RequestId, wait: Time, when: &str) {
         self.tell(|| format!("the client of {id} on engine {index} goes away {when}"));
         let life = self.engines[index].life;
         self.after(wait, Event::ClientGone { engine: index, life, id: id.clone() });
@@ -96,14 +97,19 @@ impl World {
 
     /// At a point that only the worker sees: the client of the request that a load is for may go away.
     pub(super) fn client_of_load_goes(&mut self, index: usize, load: LoadId, kind: FaultKind, when: &str) {
-        let engine = &self.engines[index];
-        let tagged = |block: &u32| engine.pool.tags.get(*block as usize) == Some(&Some(load));
-        let waiting = engine.requests.iter().find(|(_, r)| r.blocks.iter().any(tagged));
-        let Some(id) = waiting.map(|(id, _)| id.clone()) else { return };
+        let Some(id) = self.waits_for(index, load) else { return };
         if self.strikes(kind) {
             let wait = self.dice.between(0, 4) * MS;
             self.client_goes(index, &id, wait, when);
         }
+    }
+
+    /// The request that waits for a load.
+    pub(super) fn waits_for(&self, index: usize, load: LoadId) -> Option<RequestId> {
+        let engine = &self.engines[index];
+        let tagged = |block: &u32| engine.pool.tags.get(*block as usize) == Some(&Some(load));
+        let waiting = engine.requests.iter().find(|(_, r)| r.blocks.iter().any(tagged));
+        waiting.map(|(id, _)| id.clone())
     }
 
     fn arrive(&mut self, index: usize, prompt: usize, id: &RequestId, params: &Value) {
@@ -114,15 +120,20 @@ impl World {
         let now = self.now;
         let mut params = params.clone();
         if self.engines[index].role == Role::Consumer && self.strikes(FaultKind::PromptChanged) {
-            self.tell(|| format!("   …with another prompt than P computed"));
+            self.tell(|| "   …with another prompt than P computed".to_owned());
             tokens[0] += 7;
             if self.has(Canary::DigestIgnored) {
                 let count = params["kv_connector"]["tokens"].as_u64().unwrap_or(0) as usize;
                 params["kv_connector"]["token_digest"] = json!(kv_proto::token_digest(&tokens[..count]));
             }
         }
-        if self.engines[index].role == Role::Consumer && self.strikes(FaultKind::OfferForged) {
-            self.tell(|| format!("   …naming other blocks than P did"));
+        // Guards that a digest covers are taken out one at a time.
+        let forgeable = !matches!(
+            self.canary,
+            Some(Canary::DigestIgnored | Canary::SameLife | Canary::IncarnationIgnored)
+        );
+        if self.engines[index].role == Role::Consumer && forgeable && self.strikes(FaultKind::OfferForged) {
+            self.tell(|| "   …naming other blocks than P did".to_owned());
             forge_blocks(&mut params);
         }
         let changed = tokens != self.prompts[prompt].tokens;

@@ -142,6 +142,8 @@ pub(super) struct Prompt {
     pub(super) tokens: Vec<u32>,
     pub(super) producer: usize,
     pub(super) consumer: usize,
+    /// It has reached a producer.
+    pub(super) sent: bool,
 }
 
 /// The world.
@@ -195,12 +197,13 @@ impl World {
             let role = if index < producers { Role::Producer } else { Role::Consumer };
             engines.push(Engine::new(role, ranks, &mut draw));
         }
-        let requests = draw.between(2, 10) as usize;
+        let requests = draw.between(2, 12) as usize;
         let prompts: Vec<Prompt> = (0..requests)
             .map(|number| Prompt {
                 tokens: (0..draw.between(1, 22)).map(|i| (number as u32 + 1) * 100 + i as u32).collect(),
                 producer: draw.below(producers as u64) as usize,
                 consumer: producers + draw.below(consumers as u64) as usize,
+                sent: false,
             })
             .collect();
         let reads_outlive_owner = draw.chance(400);
@@ -248,8 +251,8 @@ impl World {
     /// Faults that strike an engine as a whole.
     fn draw_disasters(&mut self, draw: &mut Dice) {
         for engine in 0..self.engines.len() {
-            let when = draw.between(50, 4_000) * MS;
-            let after = draw.between(5, 800) * MS;
+            let when = draw.between(50, 3_500) * MS;
+            let after = if draw.chance(400) { draw.between(5, 60) } else { draw.between(60, 800) } * MS;
             let process = draw.below(self.engines[engine].ranks as u64 + 1) as usize;
             if self.strikes(FaultKind::Restart) {
                 self.at(when, Event::Die { engine, back_after: Some(after) });
