@@ -17,7 +17,7 @@ use super::faults::FaultKind;
 use super::pool::Pool;
 use super::requests::Request;
 use super::worker::{WorkerNode, worker_config};
-use super::world::{Event, HEAL_AT, MS, Prompt, Time, WorkerAt, World};
+use super::world::{Event, MS, Time, WorkerAt, World};
 
 /// Tokens in a block.
 pub(super) const BLOCK_TOKENS: u32 = 4;
@@ -213,21 +213,7 @@ impl World {
             self.start_engine(index);
             let life = self.engines[index].life;
             self.tell(|| format!("engine {index} is back, in life {life}"));
-            self.send_again(index);
-        }
-    }
-
-    /// Clients of a producer that died send again what they had sent, under the same names.
-    fn send_again(&mut self, index: usize) {
-        if self.now >= HEAL_AT {
-            return;
-        }
-        for request in 0..self.prompts.len() {
-            let Prompt { producer, sent, .. } = self.prompts[request];
-            if producer == index && sent && self.dice.chance(600) {
-                let wait = self.dice.between(1, 40) * MS;
-                self.after(wait, Event::RequestAtP { engine: index, request, name: request });
-            }
+            self.producer_is_back(index);
         }
     }
 

@@ -82,6 +82,8 @@ pub enum FaultKind {
     RouterLate,
     /// The router loses the parameters.
     RouterLost,
+    /// The router brings parameters of a producer's former life.
+    RouterStale,
     /// A request comes under an id that is in use, or was a moment ago, at the same engine.
     IdReused,
     /// The prompt is changed on its way to the consumer.
@@ -130,6 +132,7 @@ impl FaultKind {
         Self::RouterElsewhere,
         Self::RouterLate,
         Self::RouterLost,
+        Self::RouterStale,
         Self::IdReused,
         Self::PromptChanged,
         Self::OfferForged,
@@ -175,6 +178,7 @@ impl FaultKind {
             Self::RouterElsewhere => "router_elsewhere",
             Self::RouterLate => "router_late",
             Self::RouterLost => "router_lost",
+            Self::RouterStale => "router_stale",
             Self::IdReused => "id_reused",
             Self::PromptChanged => "prompt_changed",
             Self::OfferForged => "offer_forged",

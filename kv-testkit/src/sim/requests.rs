@@ -11,7 +11,7 @@ use super::engine::{BLOCK_TOKENS, Role};
 use super::faults::FaultKind;
 use super::invariants::Invariant;
 use super::pool::{GARBAGE, ids, stamp};
-use super::world::{Event, MS, Time, World};
+use super::world::{Event, HEAL_AT, MS, Prompt, Time, World};
 
 /// Added to a prompt's number if it was changed on its way: content that this world does not know.
 const CHANGED: usize = 5_000;
@@ -172,7 +172,8 @@ impl World {
     }
 
     /// P has answered: the router goes on to D, if all goes well.
-    pub(super) fn params_at_router(&mut self, request: usize, params: &Rc<Value>) {
+    pub(super) fn params_at_router(&mut self, producer: usize, request: usize, params: &Rc<Value>) {
+        self.routed.push((producer, request, params.clone()));
         if self.strikes(FaultKind::RouterLost) {
             return self.tell(|| format!("the router loses prompt {request}"));
         }
@@ -199,6 +200,33 @@ impl World {
             let wait = wait + self.dice.between(0, 300) * MS;
             self.tell(|| format!("the router brings prompt {request} to D {engine} as well"));
             self.after(wait, at_d(engine, 0));
+        }
+    }
+
+    /// What follows from a producer's return: clients send again what they had sent, under the same names, and the
+    /// router may bring what belongs to the former life.
+    pub(super) fn producer_is_back(&mut self, index: usize) {
+        if self.now >= HEAL_AT {
+            return;
+        }
+        for request in 0..self.prompts.len() {
+            let Prompt { producer, sent, .. } = self.prompts[request];
+            if producer == index && sent && self.dice.chance(600) {
+                let wait = self.dice.between(1, 40) * MS;
+                self.after(wait, Event::RequestAtP { engine: index, request, name: request });
+            }
+        }
+        let routed: Vec<_> = self.routed.iter().filter(|(of, ..)| *of == index).cloned().collect();
+        for (_, request, params) in routed {
+            if self.strikes(FaultKind::RouterStale) {
+                let wait = self.dice.between(10, 600) * MS;
+                let engine = self.prompts[request].consumer;
+                let copy = 101 + self.dice.below(100) as u32;
+                self.tell(|| {
+                    format!("the router will bring prompt {request}, of a former life, to D {engine}")
+                });
+                self.after(wait, Event::RequestAtD { engine, request, params, copy });
+            }
         }
     }
 
@@ -325,7 +353,7 @@ impl World {
         }
         let params = Rc::new(TransferParams::RemotePrefill(Box::new(params)).to_json());
         let wait = self.dice.between(0, 6) * MS;
-        self.after(wait, Event::ParamsAtRouter { request: request.prompt, params });
+        self.after(wait, Event::ParamsAtRouter { producer: index, request: request.prompt, params });
     }
 
     pub(super) fn client_gone(&mut self, index: usize, life: u32, id: &RequestId) {

@@ -51,7 +51,7 @@ impl fmt::Display for WorkerAt {
 pub(super) enum Event {
     RequestAtP { engine: usize, request: usize, name: usize },
     RequestAtD { engine: usize, request: usize, params: Rc<Value>, copy: u32 },
-    ParamsAtRouter { request: usize, params: Rc<Value> },
+    ParamsAtRouter { producer: usize, request: usize, params: Rc<Value> },
     Tick { engine: usize, life: u32 },
     PlanAtWorker { at: WorkerAt, plan: Rc<Vec<u8>> },
     ReportAtScheduler { engine: usize, life: u32, report: Vec<u8>, again: bool },
@@ -142,7 +142,7 @@ pub(super) struct Prompt {
     pub(super) tokens: Vec<u32>,
     pub(super) producer: usize,
     pub(super) consumer: usize,
-    /// It has reached a producer.
+    /// It has reached its producer.
     pub(super) sent: bool,
 }
 
@@ -159,6 +159,8 @@ pub(super) struct World {
     pub(super) links: BTreeMap<u64, Link>,
     pub(super) reads: BTreeMap<u64, Read>,
     pub(super) partitions: BTreeMap<(usize, usize), Time>,
+    /// Parameters that the router has seen: of which producer, for which prompt.
+    pub(super) routed: Vec<(usize, usize, Rc<Value>)>,
     /// Memories of former lives, for reads that a dead process cannot stop.
     pub(super) graveyard: BTreeMap<WorkerAt, Vec<u64>>,
     /// Whether the transport of this world reads from dead processes' memory, as shared memory does.
@@ -219,6 +221,7 @@ impl World {
             links: BTreeMap::new(),
             reads: BTreeMap::new(),
             partitions: BTreeMap::new(),
+            routed: Vec::new(),
             graveyard: BTreeMap::new(),
             reads_outlive_owner,
             next_id: 1,
@@ -354,7 +357,9 @@ impl World {
             Event::RequestAtD { engine, request, params, copy } => {
                 self.request_at_d(engine, request, &params, copy)
             }
-            Event::ParamsAtRouter { request, params } => self.params_at_router(request, &params),
+            Event::ParamsAtRouter { producer, request, params } => {
+                self.params_at_router(producer, request, &params)
+            }
             Event::Tick { engine, life } => self.tick(engine, life),
             Event::PlanAtWorker { at, plan } => self.plan_at_worker(at, &plan),
             Event::ReportAtScheduler { engine, life, report, again } => {
