@@ -39,6 +39,8 @@ pub enum Canary {
     FailedTakenAsLoaded,
     /// P4: D's worker lets no deadline pass.
     NoDeadlines,
+    /// P4: a load that fails is noted, and its request is not told.
+    FailureUntold,
     /// P2: P's worker lets no lease expire.
     NeverExpires,
     /// H-13: timers run only when the engine makes a step.
@@ -92,6 +94,7 @@ impl Canary {
         Self::OneRankEnough,
         Self::FailedTakenAsLoaded,
         Self::NoDeadlines,
+        Self::FailureUntold,
         Self::NeverExpires,
         Self::RenewalTiedToSteps,
         Self::PairedFromTail,
@@ -129,6 +132,7 @@ impl Canary {
             Self::OneRankEnough => "one-rank-enough",
             Self::FailedTakenAsLoaded => "failed-taken-as-loaded",
             Self::NoDeadlines => "no-deadlines",
+            Self::FailureUntold => "failure-untold",
             Self::NeverExpires => "never-expires",
             Self::RenewalTiedToSteps => "renewal-tied-to-steps",
             Self::PairedFromTail => "paired-from-tail",

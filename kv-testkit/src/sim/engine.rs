@@ -214,6 +214,7 @@ impl World {
             self.start_engine(index);
             let life = self.engines[index].life;
             self.tell(|| format!("engine {index} is back, in life {life}"));
+            self.producer_is_back(index);
         }
     }
 

@@ -50,8 +50,7 @@ pub enum FaultKind {
     ReadPartial,
     /// A transfer brings bytes that are not the source's, all of them in place when its transport notices.
     ReadWrong,
-    /// A read that was cancelled, or whose peer is lost, goes on writing for long before its transport says that it is
-    /// quiet.
+    /// A read is cancelled, or loses its peer, and goes on writing for long before its transport says that it is quiet.
     QuietLate,
     /// A report from a worker reaches the scheduler half late.
     ReportLate,
@@ -83,6 +82,8 @@ pub enum FaultKind {
     RouterLate,
     /// The router loses the parameters.
     RouterLost,
+    /// The router brings parameters of a producer's former life.
+    RouterStale,
     /// A request comes under an id that is in use, or was a moment ago, at the same engine.
     IdReused,
     /// The prompt is changed on its way to the consumer.
@@ -131,6 +132,7 @@ impl FaultKind {
         Self::RouterElsewhere,
         Self::RouterLate,
         Self::RouterLost,
+        Self::RouterStale,
         Self::IdReused,
         Self::PromptChanged,
         Self::OfferForged,
@@ -176,6 +178,7 @@ impl FaultKind {
             Self::RouterElsewhere => "router_elsewhere",
             Self::RouterLate => "router_late",
             Self::RouterLost => "router_lost",
+            Self::RouterStale => "router_stale",
             Self::IdReused => "id_reused",
             Self::PromptChanged => "prompt_changed",
             Self::OfferForged => "offer_forged",

@@ -37,6 +37,8 @@ pub(super) struct Link {
     stage: Stage,
     /// It passes nothing before.
     clogged_until: Time,
+    /// A side has let go of it and hears nothing of it any more: D, P.
+    let_go: [bool; 2],
     /// The attempt asked for last; for a canary.
     asked: Attempt,
 }
@@ -61,6 +63,7 @@ impl World {
         let to = usize::from(peer.port) - 1;
         let limit = Event::HandshakeAtD { to: from, peer: peer.clone(), result: Err(unanswered(&peer)) };
         if !self.passes(from.engine, to) || self.strikes(FaultKind::HandshakeLost) {
+            self.tell(|| "   …which is lost".to_owned());
             return self.after(HANDSHAKE_LIMIT, limit);
         }
         // The answer comes before the limit, or the limit comes.
@@ -79,7 +82,7 @@ impl World {
         let Some(card) = &engine.card else { return };
         let answer = kv_handshake::answer(card, true, &query);
         if !self.passes(index, from.engine) || self.strikes(FaultKind::HandshakeLost) {
-            return;
+            return self.tell(|| format!("the answer to the handshake of {from} is lost"));
         }
         let ignores_life = self.has(Canary::IncarnationIgnored);
         let Some(worker) = self.worker(from) else { return };
@@ -120,6 +123,7 @@ impl World {
             accepted: None,
             stage: Stage::Dialled,
             clogged_until: 0,
+            let_go: [false; 2],
             asked: Attempt(0),
         };
         self.links.insert(id, link);
@@ -169,6 +173,7 @@ impl World {
         let detail = || "connection lost".to_owned();
         let was = std::mem::replace(&mut link.stage, Stage::Draining);
         let link = link.clone();
+        self.tell(|| format!("the connection of {} and {} is lost", link.consumer, link.producer));
         if let (Some(accepted), false) = (link.accepted, was == Stage::Draining) {
             self.give(link.producer, Fact::LinkLost { link: accepted, detail: detail() });
         }
@@ -206,9 +211,11 @@ impl World {
     }
 
     pub(super) fn disconnect(&mut self, at: WorkerAt, name: LinkId) {
-        if let Some(link) = self.find(at, name) {
-            self.after(MS, Event::LinkGone { link });
+        let Some(id) = self.find(at, name) else { return };
+        if let Some(link) = self.links.get_mut(&id) {
+            link.let_go[usize::from(matches!(name, LinkId::Accepted(_)))] = true;
         }
+        self.after(MS, Event::LinkGone { link: id });
     }
 
     pub(super) fn link_of(&self, at: WorkerAt, name: LinkId) -> Option<u64> {
@@ -240,6 +247,7 @@ impl World {
         let mut wait = self.dice.between(1, 5) * MS;
         if self.strikes(FaultKind::MessageLate) {
             wait += self.dice.between(20, 900) * MS;
+            self.tell(|| "   …which is late".to_owned());
         }
         if self.strikes(FaultKind::LinkClogged) {
             let span = self.dice.between(50, 1_200) * MS;
@@ -250,6 +258,7 @@ impl World {
         }
         if self.strikes(FaultKind::MessageTwice) {
             let again = wait + self.dice.between(1, 600) * MS;
+            self.tell(|| "   …which will arrive twice".to_owned());
             self.after(again, Event::Message { link: id, to_producer, bytes: bytes.clone() });
         }
         self.after(wait, Event::Message { link: id, to_producer, bytes });
@@ -263,7 +272,8 @@ impl World {
         let Some(link) = self.links.get(&id).cloned() else { return };
         let to = if to_producer { link.producer } else { link.consumer };
         let name = if to_producer { link.accepted } else { Some(link.dialled) };
-        let passes = !matches!(link.stage, Stage::Draining | Stage::Gone);
+        let passes =
+            !matches!(link.stage, Stage::Draining | Stage::Gone) && !link.let_go[usize::from(to_producer)];
         let (true, Some(name)) = (passes, name) else { return };
         if let Some(until) = link.clogged(self.now) {
             return self.at(until, Event::Message { link: id, to_producer, bytes });

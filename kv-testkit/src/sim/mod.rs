@@ -1,6 +1,6 @@
 //! A deterministic simulator: the real machines of both halves in worlds full of faults.
 //!
-//! A world has a few producers and consumers with one or two ranks each, a router, clients, and a transport that copies
+//! A world has a few producers and consumers with one to three ranks each, a router, clients, and a transport that copies
 //! block by block while time passes. Everything follows from a seed: a seed that is printed is enough to see a world
 //! again. Faults are data ([`FaultPlan`]); after some time they stop, and everything must heal. What a load that was
 //! reported good really contains is judged by stamps in memory, not by the machines.

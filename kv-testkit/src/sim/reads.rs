@@ -28,6 +28,8 @@ pub(super) struct Read {
     doom: Option<Failure>,
     /// What it brings is not what the source holds.
     wrong: bool,
+    /// If it ends early, writes go on for a while.
+    quiet_late: bool,
     /// The transport was asked to end it.
     cancelled: bool,
     /// Its end was told; only a broken transport goes on.
@@ -54,6 +56,7 @@ impl World {
         let mut doom = None;
         if self.strikes(FaultKind::ReadSlow) {
             pace = self.dice.between(20, 900) * MS / (todo.len() as u64).max(1);
+            self.tell(|| format!("the read of {load} will be slow"));
         }
         let cells = todo.len() as u64;
         let mut wrong = false;
@@ -90,11 +93,34 @@ impl World {
             None => format!("worker {at} reads {cells} cells of {from} for {load}"),
         });
         let ends_badly = doom.is_some();
-        let of =
-            Read { to: at, from, load, link: id, todo, pace, doom, wrong, cancelled: false, told: false };
+        let quiet_late = self.strikes(FaultKind::QuietLate);
+        let of = Read {
+            to: at,
+            from,
+            load,
+            link: id,
+            todo,
+            pace,
+            doom,
+            wrong,
+            quiet_late,
+            cancelled: false,
+            told: false,
+        };
         self.reads.insert(read, of);
         self.after(pace, Event::ReadPiece { read });
         self.client_of_load_goes(at.engine, load, FaultKind::GoneLoading, "while it is read");
+        if quiet_late {
+            let wait = self.dice.below(pace * cells);
+            match self.waits_for(at.engine, load).filter(|_| self.dice.chance(500)) {
+                Some(id) => self.client_goes(at.engine, &id, wait, "while it is read"),
+                None => self.after(wait, Event::LinkGone { link: id }),
+            }
+        }
+        if self.strikes(FaultKind::LinkBroken) {
+            let wait = self.dice.below(pace * cells + 1);
+            self.after(wait, Event::LinkGone { link: id });
+        }
         if ends_badly {
             self.after(ends_after, Event::ReadEnd { read });
         } else {
@@ -129,6 +155,9 @@ impl World {
             }
         }
         let done = read.todo.is_empty();
+        if done && read.told {
+            return;
+        }
         let pace = read.pace;
         let doomed = read.doom.is_some();
         self.reads.insert(id, read);
@@ -186,7 +215,7 @@ impl World {
             None => Err(Failure::new(LoadFailure::ReadTimedOut, "not finished within the limit")),
         };
         // A transport that keeps its word writes nothing from here on.
-        if self.canary != Some(Canary::LateWrite) || result.is_ok() {
+        if self.canary != Some(Canary::LateWrite) || whole {
             self.reads.remove(&id);
         }
         if let Some(until) = self.stands_still(to) {
@@ -201,6 +230,7 @@ impl World {
                     pace: MS,
                     doom: result.err(),
                     wrong: false,
+                    quiet_late: false,
                     cancelled: false,
                     told: false,
                 },
@@ -224,7 +254,7 @@ impl World {
         for id in self.reads_where(|read| read.to == at && read.load == load && !read.cancelled) {
             // A cancel is a request: the completion takes a while, and the transport may write until then.
             let mut wait = self.dice.between(1, 60) * MS;
-            let goes_on = self.strikes(FaultKind::QuietLate);
+            let goes_on = self.reads.get(&id).is_some_and(|read| read.quiet_late);
             if goes_on {
                 wait = self.dice.between(100, 1_500) * MS;
                 self.tell(|| format!("the cancelled read of {load} is quiet only after {} ms", wait / MS));
@@ -244,9 +274,7 @@ impl World {
     /// on, if it is so.
     pub(super) fn writes_in_flight(&mut self, link: u64) -> Option<Time> {
         let reads = self.reads_where(|read| read.link == link);
-        if reads.is_empty() || !self.strikes(FaultKind::QuietLate) {
-            return None;
-        }
+        self.reads.values().find(|read| read.link == link && !read.told && read.quiet_late)?;
         let wait = self.dice.between(20, 600) * MS;
         self.tell(|| format!("the reads of the lost connection are quiet only after {} ms", wait / MS));
         for id in reads {

@@ -11,7 +11,7 @@ use super::engine::{BLOCK_TOKENS, Role};
 use super::faults::FaultKind;
 use super::invariants::Invariant;
 use super::pool::{GARBAGE, ids, stamp};
-use super::world::{Event, MS, Time, World};
+use super::world::{Event, HEAL_AT, MS, Prompt, Time, World};
 
 /// Added to a prompt's number if it was changed on its way: content that this world does not know.
 const CHANGED: usize = 5_000;
@@ -48,6 +48,7 @@ impl World {
             return self.at(until, Event::RequestAtP { engine: index, request, name });
         }
         self.tell(|| format!("prompt {request} reaches P {index} as r{name}"));
+        self.prompts[request].sent = true;
         let Ok(id) = RequestId::new(format!("r{name}")) else { return };
         self.arrive(index, request, &id, &json!({ "do_remote_decode": true }));
         if self.strikes(FaultKind::GoneBeforePrefill) {
@@ -88,7 +89,7 @@ impl World {
     }
 
     /// The client of a request will go away.
-    fn client_goes(&mut self, index: usize, id: &RequestId, wait: Time, when: &str) {
+    pub(super) fn client_goes(&mut self, index: usize, id: &RequestId, wait: Time, when: &str) {
         self.tell(|| format!("the client of {id} on engine {index} goes away {when}"));
         let life = self.engines[index].life;
         self.after(wait, Event::ClientGone { engine: index, life, id: id.clone() });
@@ -96,14 +97,19 @@ impl World {
 
     /// At a point that only the worker sees: the client of the request that a load is for may go away.
     pub(super) fn client_of_load_goes(&mut self, index: usize, load: LoadId, kind: FaultKind, when: &str) {
-        let engine = &self.engines[index];
-        let tagged = |block: &u32| engine.pool.tags.get(*block as usize) == Some(&Some(load));
-        let waiting = engine.requests.iter().find(|(_, r)| r.blocks.iter().any(tagged));
-        let Some(id) = waiting.map(|(id, _)| id.clone()) else { return };
+        let Some(id) = self.waits_for(index, load) else { return };
         if self.strikes(kind) {
             let wait = self.dice.between(0, 4) * MS;
             self.client_goes(index, &id, wait, when);
         }
+    }
+
+    /// The request that waits for a load.
+    pub(super) fn waits_for(&self, index: usize, load: LoadId) -> Option<RequestId> {
+        let engine = &self.engines[index];
+        let tagged = |block: &u32| engine.pool.tags.get(*block as usize) == Some(&Some(load));
+        let waiting = engine.requests.iter().find(|(_, r)| r.blocks.iter().any(tagged));
+        waiting.map(|(id, _)| id.clone())
     }
 
     fn arrive(&mut self, index: usize, prompt: usize, id: &RequestId, params: &Value) {
@@ -114,15 +120,20 @@ impl World {
         let now = self.now;
         let mut params = params.clone();
         if self.engines[index].role == Role::Consumer && self.strikes(FaultKind::PromptChanged) {
-            self.tell(|| format!("   …with another prompt than P computed"));
+            self.tell(|| "   …with another prompt than P computed".to_owned());
             tokens[0] += 7;
             if self.has(Canary::DigestIgnored) {
                 let count = params["kv_connector"]["tokens"].as_u64().unwrap_or(0) as usize;
                 params["kv_connector"]["token_digest"] = json!(kv_proto::token_digest(&tokens[..count]));
             }
         }
-        if self.engines[index].role == Role::Consumer && self.strikes(FaultKind::OfferForged) {
-            self.tell(|| format!("   …naming other blocks than P did"));
+        // Guards that a digest covers are taken out one at a time.
+        let forgeable = !matches!(
+            self.canary,
+            Some(Canary::DigestIgnored | Canary::SameLife | Canary::IncarnationIgnored)
+        );
+        if self.engines[index].role == Role::Consumer && forgeable && self.strikes(FaultKind::OfferForged) {
+            self.tell(|| "   …naming other blocks than P did".to_owned());
             forge_blocks(&mut params);
         }
         let changed = tokens != self.prompts[prompt].tokens;
@@ -161,7 +172,8 @@ impl World {
     }
 
     /// P has answered: the router goes on to D, if all goes well.
-    pub(super) fn params_at_router(&mut self, request: usize, params: &Rc<Value>) {
+    pub(super) fn params_at_router(&mut self, producer: usize, request: usize, params: &Rc<Value>) {
+        self.routed.push((producer, request, params.clone()));
         if self.strikes(FaultKind::RouterLost) {
             return self.tell(|| format!("the router loses prompt {request}"));
         }
@@ -188,6 +200,33 @@ impl World {
             let wait = wait + self.dice.between(0, 300) * MS;
             self.tell(|| format!("the router brings prompt {request} to D {engine} as well"));
             self.after(wait, at_d(engine, 0));
+        }
+    }
+
+    /// What follows from a producer's return: clients send again what they had sent, under the same names, and the
+    /// router may bring what belongs to the former life.
+    pub(super) fn producer_is_back(&mut self, index: usize) {
+        if self.now >= HEAL_AT {
+            return;
+        }
+        for request in 0..self.prompts.len() {
+            let Prompt { producer, sent, .. } = self.prompts[request];
+            if producer == index && sent && self.dice.chance(600) {
+                let wait = self.dice.between(1, 40) * MS;
+                self.after(wait, Event::RequestAtP { engine: index, request, name: request });
+            }
+        }
+        let routed: Vec<_> = self.routed.iter().filter(|(of, ..)| *of == index).cloned().collect();
+        for (_, request, params) in routed {
+            if self.strikes(FaultKind::RouterStale) {
+                let wait = self.dice.between(10, 600) * MS;
+                let engine = self.prompts[request].consumer;
+                let copy = 101 + self.dice.below(100) as u32;
+                self.tell(|| {
+                    format!("the router will bring prompt {request}, of a former life, to D {engine}")
+                });
+                self.after(wait, Event::RequestAtD { engine, request, params, copy });
+            }
         }
     }
 
@@ -314,7 +353,7 @@ impl World {
         }
         let params = Rc::new(TransferParams::RemotePrefill(Box::new(params)).to_json());
         let wait = self.dice.between(0, 6) * MS;
-        self.after(wait, Event::ParamsAtRouter { request: request.prompt, params });
+        self.after(wait, Event::ParamsAtRouter { producer: index, request: request.prompt, params });
     }
 
     pub(super) fn client_gone(&mut self, index: usize, life: u32, id: &RequestId) {

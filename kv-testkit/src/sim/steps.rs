@@ -166,6 +166,8 @@ impl World {
         scheduler.time_passed(engine.clock.read(self.now));
         for event in scheduler.take_events() {
             match event {
+                SchedEvent::LoadEnded { result: LoadResult::Failed { .. }, .. }
+                    if self.canary == Some(Canary::FailureUntold) => {}
                 SchedEvent::LoadEnded { request, result } => self.load_ended(index, &request, result),
                 SchedEvent::BlocksReleased { hold, request, .. } => self.release_hold(index, hold, &request),
                 SchedEvent::Drained { left } => {

@@ -178,6 +178,7 @@ impl World {
         let mut decisions = Vec::new();
         let moment = worker.clock.read(now);
         if reaper && worker.first_lives(moment) {
+            worker.timer_at = Some(now + MS);
             return self.after(MS, Event::Timer { at });
         }
         worker.machine.time_passed(moment, &mut decisions);

@@ -51,7 +51,7 @@ impl fmt::Display for WorkerAt {
 pub(super) enum Event {
     RequestAtP { engine: usize, request: usize, name: usize },
     RequestAtD { engine: usize, request: usize, params: Rc<Value>, copy: u32 },
-    ParamsAtRouter { request: usize, params: Rc<Value> },
+    ParamsAtRouter { producer: usize, request: usize, params: Rc<Value> },
     Tick { engine: usize, life: u32 },
     PlanAtWorker { at: WorkerAt, plan: Rc<Vec<u8>> },
     ReportAtScheduler { engine: usize, life: u32, report: Vec<u8>, again: bool },
@@ -142,6 +142,8 @@ pub(super) struct Prompt {
     pub(super) tokens: Vec<u32>,
     pub(super) producer: usize,
     pub(super) consumer: usize,
+    /// It has reached its producer.
+    pub(super) sent: bool,
 }
 
 /// The world.
@@ -157,6 +159,8 @@ pub(super) struct World {
     pub(super) links: BTreeMap<u64, Link>,
     pub(super) reads: BTreeMap<u64, Read>,
     pub(super) partitions: BTreeMap<(usize, usize), Time>,
+    /// Parameters that the router has seen: of which producer, for which prompt.
+    pub(super) routed: Vec<(usize, usize, Rc<Value>)>,
     /// Memories of former lives, for reads that a dead process cannot stop.
     pub(super) graveyard: BTreeMap<WorkerAt, Vec<u64>>,
     /// Whether the transport of this world reads from dead processes' memory, as shared memory does.
@@ -195,12 +199,13 @@ impl World {
             let role = if index < producers { Role::Producer } else { Role::Consumer };
             engines.push(Engine::new(role, ranks, &mut draw));
         }
-        let requests = draw.between(2, 10) as usize;
+        let requests = draw.between(2, 12) as usize;
         let prompts: Vec<Prompt> = (0..requests)
             .map(|number| Prompt {
                 tokens: (0..draw.between(1, 22)).map(|i| (number as u32 + 1) * 100 + i as u32).collect(),
                 producer: draw.below(producers as u64) as usize,
                 consumer: producers + draw.below(consumers as u64) as usize,
+                sent: false,
             })
             .collect();
         let reads_outlive_owner = draw.chance(400);
@@ -216,6 +221,7 @@ impl World {
             links: BTreeMap::new(),
             reads: BTreeMap::new(),
             partitions: BTreeMap::new(),
+            routed: Vec::new(),
             graveyard: BTreeMap::new(),
             reads_outlive_owner,
             next_id: 1,
@@ -248,8 +254,8 @@ impl World {
     /// Faults that strike an engine as a whole.
     fn draw_disasters(&mut self, draw: &mut Dice) {
         for engine in 0..self.engines.len() {
-            let when = draw.between(50, 4_000) * MS;
-            let after = draw.between(5, 800) * MS;
+            let when = draw.between(50, 3_500) * MS;
+            let after = if draw.chance(400) { draw.between(5, 60) } else { draw.between(60, 800) } * MS;
             let process = draw.below(self.engines[engine].ranks as u64 + 1) as usize;
             if self.strikes(FaultKind::Restart) {
                 self.at(when, Event::Die { engine, back_after: Some(after) });
@@ -351,7 +357,9 @@ impl World {
             Event::RequestAtD { engine, request, params, copy } => {
                 self.request_at_d(engine, request, &params, copy)
             }
-            Event::ParamsAtRouter { request, params } => self.params_at_router(request, &params),
+            Event::ParamsAtRouter { producer, request, params } => {
+                self.params_at_router(producer, request, &params)
+            }
             Event::Tick { engine, life } => self.tick(engine, life),
             Event::PlanAtWorker { at, plan } => self.plan_at_worker(at, &plan),
             Event::ReportAtScheduler { engine, life, report, again } => {

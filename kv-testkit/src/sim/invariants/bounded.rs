@@ -1,5 +1,5 @@
 //! **P6: no table has grown.** In the end the tables of every worker are empty: no lease is remembered, no pull, no
-//! producer; and between the workers no connection is open and no read goes on.
+//! producer, no deadline; and between the workers no connection is open and no read goes on.
 
 use super::super::world::World;
 use super::Invariant;
@@ -16,6 +16,8 @@ pub(super) fn judge(world: &mut World) {
                     "worker {rank} has {} leases, {} pulls, {} producers",
                     stats.leases, stats.pulls, stats.producers
                 ));
+            } else if let Some(deadline) = worker.machine.next_deadline() {
+                left.push(format!("worker {rank} waits for {deadline}"));
             }
         }
         if !left.is_empty() {

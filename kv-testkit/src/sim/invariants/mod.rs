@@ -79,7 +79,7 @@ pub struct Violation {
 /// Judges what can only be judged when everything should have ended.
 pub(super) fn at_end(world: &mut World) {
     no_hang::judge(world);
+    healed::judge(world);
     conserved::judge(world);
     bounded::judge(world);
-    healed::judge(world);
 }
