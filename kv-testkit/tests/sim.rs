@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use kv_testkit::sim::{Canary, FaultKind, FaultPlan, Invariant, Settings, run};
 
 /// Worlds in which a canary must be noticed.
-const PATIENCE: u64 = 400;
+const PATIENCE: u64 = 1_000;
 
 fn assert_good(seed: u64) -> (u64, BTreeSet<FaultKind>) {
     let outcome = run(seed, &Settings::default());

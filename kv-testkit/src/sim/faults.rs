@@ -194,7 +194,8 @@ impl FaultKind {
             | Self::Pause
             | Self::ClockJump
             | Self::ClockDrift
-            | Self::PoolPressure => 700,
+            | Self::PoolPressure
+            | Self::RouterStale => 700,
             Self::OneWayPartition => 400,
             Self::LinkBroken | Self::LinkClogged | Self::SlowStep => 60,
             Self::GoneInPrefill | Self::GoneDecoding => 100,

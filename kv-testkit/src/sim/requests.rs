@@ -219,7 +219,8 @@ impl World {
         let routed: Vec<_> = self.routed.iter().filter(|(of, ..)| *of == index).cloned().collect();
         for (_, request, params) in routed {
             if self.strikes(FaultKind::RouterStale) {
-                let wait = self.dice.between(10, 600) * MS;
+                // Early, so that the new life's leases of the same numbers are still held.
+                let wait = self.dice.between(1, 150) * MS;
                 let engine = self.prompts[request].consumer;
                 let copy = 101 + self.dice.below(100) as u32;
                 self.tell(|| {
