@@ -9,7 +9,7 @@ use crate::machine::consumer::{Consumer, ConsumerStats};
 use crate::machine::producer::{Producer, ProducerStats};
 
 /// The scheduler half of one engine. It does no IO and reads no clock: each hook that needs the time takes it.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Scheduler {
     config: SchedConfig,
     producer: Producer,

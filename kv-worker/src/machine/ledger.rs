@@ -10,6 +10,7 @@
 //! seen a block's next owner.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{Hash, Hasher};
 use std::time::Duration;
 
 use kv_proto::{Attempt, Incarnation, LeaseEnd, LeaseId, LeaseTerms, Moment, OfferDigest, Rank, Timers};
@@ -24,7 +25,7 @@ pub struct Reader {
 }
 
 /// How a reader ends a lease.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Ending {
     /// It has read, and wants to know whether the lease held.
     ReadDone,
@@ -33,7 +34,7 @@ pub enum Ending {
 }
 
 /// What a reader is told.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Answer {
     /// The lease held until now.
     Confirmed,
@@ -42,7 +43,7 @@ pub enum Answer {
 }
 
 /// An answer that could not be given when it was asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LateAnswer {
     /// Whom to tell.
     pub reader: Reader,
@@ -55,7 +56,7 @@ pub struct LateAnswer {
 }
 
 /// One reader's ending, with the number of readers its consumer has on this rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ReaderEnding {
     /// Who.
     pub reader: Reader,
@@ -69,7 +70,7 @@ pub struct ReaderEnding {
     pub offer: OfferDigest,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Lease {
     /// Endings that came early, in the order in which they came.
     Announced {
@@ -112,8 +113,13 @@ pub struct LedgerStats {
     pub renewed: u64,
 }
 
+impl Hash for LedgerStats {
+    /// Counters are not state: two machines that differ in nothing else behave alike.
+    fn hash<H: Hasher>(&self, _: &mut H) {}
+}
+
 /// The machine.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Ledger {
     remember: Duration,
     /// The lowest id never seen: announcements come in order, so a lower one that is unknown is over for good.
