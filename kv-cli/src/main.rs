@@ -3,6 +3,7 @@
 
 mod demo;
 mod error;
+mod explore;
 mod router;
 mod serve;
 mod sim;
@@ -30,6 +31,8 @@ enum Command {
     Route(router::RouteArgs),
     /// Run the real state machines in simulated worlds full of faults.
     Sim(sim::SimArgs),
+    /// Run the real state machines through every order in which a few things can happen.
+    Explore(explore::ExploreArgs),
     /// One worker process of an engine. Started by `kvx serve`.
     #[command(hide = true)]
     EngineWorker {
@@ -51,6 +54,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Route(args) => router::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Sim(args) => sim::run(&args),
+        Command::Explore(args) => explore::run(&args),
         Command::EngineWorker { socket } => kv_testkit::engine::worker::run(&socket)
             .map(|()| ExitCode::SUCCESS)
             .map_err(|e| Failure::new("engine worker", e)),

@@ -11,7 +11,7 @@ pub const BLOCKS_MAX: u32 = 1 << 20;
 ///
 /// It is stored, and travels, as runs of consecutive ids. The list is as the scheduler gave it: any order,
 /// repetitions included.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct BlockList {
     runs: Vec<(u32, u32)>,

@@ -103,7 +103,7 @@ impl fmt::Display for BlockOrder {
 ///
 /// Block `i` occupies the bytes from `base + i * block_stride` to `block_bytes` further, in the memory that the
 /// worker registered under index `memory`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RegionLayout {
     /// The layer's name, the same on both sides.
     pub layer: String,
@@ -128,7 +128,7 @@ pub struct RegionLayout {
 }
 
 /// One rank's whole cache.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct BlockLayout {
     /// Tokens in a block.
     pub block_tokens: u32,

@@ -38,7 +38,7 @@ pub enum HelloRefusal {
 }
 
 /// One message. C: consumer to producer; P: producer to consumer.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum WorkerMessage {

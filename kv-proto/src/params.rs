@@ -98,7 +98,7 @@ pub enum ParamsError {
 }
 
 /// Where a hand-over can be read, as P told it and D received it.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Hash)]
 pub struct RemotePrefill {
     /// P's engine id.
     pub engine: EngineId,
@@ -127,7 +127,7 @@ pub struct RemotePrefill {
 }
 
 /// Parameters of one request.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Hash)]
 pub enum TransferParams {
     /// Router to P: compute the prompt, keep its blocks, say where they are.
     RemoteDecode {

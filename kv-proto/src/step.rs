@@ -3,6 +3,8 @@
 //! The engine carries them by whatever it uses already; to it they are opaque. Every rank of an engine takes the
 //! same plan.
 
+use std::hash::{Hash, Hasher};
+
 use serde::{Deserialize, Serialize};
 
 use crate::blocks::BlockList;
@@ -11,7 +13,7 @@ use crate::ids::{EngineId, Incarnation, LeaseId, LeaseRef, LoadId, Rank};
 use crate::params::OfferDigest;
 
 /// How long a lease lives. Durations in milliseconds; they count from when a worker takes the plan.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct LeaseTerms {
     /// Life without any renewal.
     pub ttl_ms: u64,
@@ -24,7 +26,7 @@ pub struct LeaseTerms {
 }
 
 /// A decision about one lease, from the producer's scheduler half to its workers.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ProducerOrder {
@@ -105,7 +107,7 @@ impl ReleaseReason {
 }
 
 /// The blocks of one group that a load moves: item `i` of `remote` goes to item `i` of `local`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GroupBlocks {
     /// The block group.
     pub group: u32,
@@ -118,7 +120,7 @@ pub struct GroupBlocks {
 }
 
 /// A decision about one hand-over, from the consumer's scheduler half to its workers.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ConsumerOrder {
@@ -164,7 +166,7 @@ pub enum ConsumerOrder {
 }
 
 /// All that one engine step asks of each worker.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Plan {
     /// Orders about own leases, to be taken in this order.
     #[serde(default)]
@@ -301,8 +303,16 @@ pub struct LoadStats {
     pub confirm_us: u64,
 }
 
+impl Hash for LoadStats {
+    /// What moved, not how long it took: two machines that differ in measured times alone behave alike.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.bytes.hash(state);
+        self.ranges.hash(state);
+    }
+}
+
 /// How one rank's part of a load ended. Its destination blocks are quiet: nothing writes them any more.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PullEnd {
     /// The bytes are in place and the producer confirmed the lease.
@@ -317,7 +327,7 @@ pub enum PullEnd {
 }
 
 /// What one worker has to say since its last report.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Report {
     /// Who reports.
     pub rank: Rank,

@@ -6,7 +6,7 @@ use crate::time::Moment;
 
 /// Deadlines in order. An entry is a reminder to look at a record, not a fact: the record itself says whether
 /// its deadline has passed, so an entry that outlived its record does nothing.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Timers<K> {
     entries: BTreeSet<(Moment, K)>,
 }

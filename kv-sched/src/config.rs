@@ -6,7 +6,7 @@ use kv_proto::{EngineId, Incarnation, LeaseTerms, Topology};
 use thiserror::Error;
 
 /// Everything the scheduler half needs to know. All of it is plain data.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct SchedConfig {
     /// This engine's id.
     pub engine: EngineId,

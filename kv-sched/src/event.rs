@@ -37,7 +37,7 @@ pub enum HoldId {
 }
 
 /// What is to become of a finished request's blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[must_use = "blocks freed against a Hold are read or written by a peer"]
 pub enum Verdict {
     /// They may be used again at once.
@@ -57,7 +57,7 @@ pub struct Finish {
 }
 
 /// How a load ended over all ranks.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum LoadResult {
     /// Every rank has its bytes, and every rank of the producer confirmed its lease.
     Loaded {
@@ -105,7 +105,7 @@ impl Remaining {
 }
 
 /// What the engine is told. Take all of them after each report and each call of `time_passed`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum SchedEvent {
     /// A load that a request waits for has ended.
     LoadEnded {

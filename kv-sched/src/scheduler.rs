@@ -11,7 +11,7 @@ use crate::machine::consumer::{Consumer, ConsumerStats};
 use crate::machine::producer::{Producer, ProducerStats};
 
 /// Whether new hand-overs are taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Mode {
     Open,
     /// What was accepted may finish until then.
@@ -27,7 +27,7 @@ enum Mode {
 }
 
 /// The scheduler half of one engine. It does no IO and reads no clock: each hook that needs the time takes it.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Scheduler {
     config: SchedConfig,
     producer: Producer,

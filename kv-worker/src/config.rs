@@ -6,7 +6,7 @@ use kv_proto::{EngineId, Incarnation, Rank, Topology};
 use thiserror::Error;
 
 /// Who this worker is, and how long it waits for what. All of it is plain data.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct WorkerConfig {
     /// This engine's id.
     pub engine: EngineId,
@@ -21,7 +21,7 @@ pub struct WorkerConfig {
 }
 
 /// How long a worker waits for what, and how much it keeps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct WorkerLimits {
     /// A handshake, from looking up the host to the whole answer.
     pub handshake: Duration,

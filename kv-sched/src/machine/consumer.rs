@@ -11,6 +11,7 @@
 //! here, however often the engine asks.
 
 use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 
 use kv_proto::{
     BlockList, ConsumerOrder, GroupBlocks, LeaseRef, LoadFailure, LoadId, LoadStats, Moment, PeerLocator,
@@ -22,7 +23,7 @@ use crate::error::SchedError;
 use crate::event::{Finish, HoldId, LoadResult, SchedEvent, Verdict};
 
 /// Where a request's prompt is, as far as the remote side is concerned.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Hash)]
 enum Request {
     /// Offered, nothing allocated; workers renew its lease.
     Queued { remote: Box<RemotePrefill>, lease: LeaseRef, until: Moment },
@@ -33,7 +34,7 @@ enum Request {
 }
 
 /// One load, from its order until every rank has reported.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Load {
     request: RequestId,
     blocks: Vec<BlockList>,
@@ -43,7 +44,7 @@ struct Load {
     stage: Stage,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Stage {
     /// A request waits for it until this time; then it is cancelled.
     Running { until: Moment },
@@ -55,7 +56,7 @@ enum Stage {
     Overdue,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum TimerKey {
     Request(RequestId),
     Load(LoadId),
@@ -80,8 +81,13 @@ pub struct ConsumerStats {
     pub stray_ends: u64,
 }
 
+impl Hash for ConsumerStats {
+    /// Counters are not state: two machines that differ in nothing else behave alike.
+    fn hash<H: Hasher>(&self, _: &mut H) {}
+}
+
 /// The machine. One per engine.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Consumer {
     next_load: u64,
     requests: BTreeMap<RequestId, Request>,

@@ -7,6 +7,7 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 
 use kv_proto::{BlockList, LeaseEnd, LeaseId, Moment, ProducerOrder, Rank, RemotePrefill, RequestId, Timers};
 use serde_json::{Map, Value};
@@ -15,7 +16,7 @@ use crate::config::SchedConfig;
 use crate::event::{Finish, HoldId, RequestEnd, SchedEvent, Verdict};
 
 /// A request that computes for somebody else.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Computing {
     lease: LeaseId,
     prompt_tokens: u32,
@@ -25,7 +26,7 @@ struct Computing {
 }
 
 /// A hand-over whose blocks are kept.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Held {
     request: RequestId,
     blocks: Vec<BlockList>,
@@ -54,8 +55,13 @@ pub struct ProducerStats {
     pub stray_ends: u64,
 }
 
+impl Hash for ProducerStats {
+    /// Counters are not state: two machines that differ in nothing else behave alike.
+    fn hash<H: Hasher>(&self, _: &mut H) {}
+}
+
 /// The machine. One per engine.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Producer {
     next_lease: u64,
     computing: BTreeMap<RequestId, Computing>,

@@ -18,7 +18,7 @@ pub enum LinkId {
 }
 
 /// Why something that the driver was asked to do failed.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Error)]
 #[error("{detail}")]
 pub struct Failure {
     /// The counter that it belongs to.

@@ -13,6 +13,7 @@
 //! is one small message per reader and interval, and one moved deadline.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{Hash, Hasher};
 use std::time::Duration;
 
 use kv_proto::message::OfferName;
@@ -28,7 +29,7 @@ pub struct Reader {
 }
 
 /// How a reader ends a lease.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Ending {
     /// It has read, and wants to know whether the lease held.
     ReadDone,
@@ -39,7 +40,7 @@ pub enum Ending {
 }
 
 /// What a reader is told.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Answer {
     /// The lease held until now.
     Confirmed,
@@ -48,7 +49,7 @@ pub enum Answer {
 }
 
 /// An answer that could not be given when it was asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LateAnswer {
     /// Whom to tell.
     pub reader: Reader,
@@ -61,7 +62,7 @@ pub struct LateAnswer {
 }
 
 /// One reader's ending, with the number of readers its consumer has on this rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ReaderEnding {
     /// Who.
     pub reader: Reader,
@@ -75,7 +76,7 @@ pub struct ReaderEnding {
     pub offer: OfferDigest,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Lease {
     Announced {
         /// Endings that came early, in the order in which they came.
@@ -102,7 +103,7 @@ enum Lease {
 }
 
 /// A reader that wants leases, and until when it counts as alive.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Living {
     until: Moment,
     /// Whether it has no connection.
@@ -110,7 +111,7 @@ struct Living {
     leases: BTreeSet<LeaseId>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum TimerKey {
     Lease(LeaseId),
     Reader(Reader),
@@ -148,8 +149,13 @@ pub struct LedgerStats {
 /// A lease that a reader wants and that is held no more.
 pub type Notice = (Reader, OfferName);
 
+impl Hash for LedgerStats {
+    /// Counters are not state: two machines that differ in nothing else behave alike.
+    fn hash<H: Hasher>(&self, _: &mut H) {}
+}
+
 /// The machine.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Ledger {
     remember: Duration,
     /// Those of the newest grant; they are an engine's, not a lease's.

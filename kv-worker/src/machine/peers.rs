@@ -12,6 +12,7 @@
 //! tried again, so that it delays nobody. A peer is one *life* of an engine: another life is another peer.
 
 use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,7 +37,7 @@ use claim::{Claim, Renewal};
 const RENEW_MIN: Duration = Duration::from_millis(10);
 
 /// What is needed of a producer's worker to read from it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Remote {
     /// Where its blocks lie.
     pub layout: BlockLayout,
@@ -57,7 +58,7 @@ impl Remote {
     }
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 enum State {
     Dialling { until: Moment },
     Connecting { link: LinkId, remote: Box<Remote>, until: Moment },
@@ -66,7 +67,7 @@ enum State {
     Failed { failure: Failure, retry_at: Moment },
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 struct Peer {
     state: State,
     /// Failures since it was last ready for a while.
@@ -82,7 +83,7 @@ struct Peer {
     wanted_at: Moment,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum TimerKey {
     State(Arc<PeerLocator>),
     Renew(Arc<PeerLocator>),
@@ -129,8 +130,13 @@ pub struct PeerStats {
     pub releases_dropped: u64,
 }
 
+impl Hash for PeerStats {
+    /// Counters are not state: two machines that differ in nothing else behave alike.
+    fn hash<H: Hasher>(&self, _: &mut H) {}
+}
+
 /// The machine.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Peers {
     transport: &'static str,
     next_link: u64,

@@ -25,7 +25,7 @@ use crate::machine::io::{Decision, Failure};
 use crate::machine::peers::{Change, End, Peers, Standing};
 use crate::ranges::{Side, read_parts};
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 enum State {
     /// For its peer.
     Waiting { groups: Vec<GroupBlocks>, until: Moment },
@@ -36,7 +36,7 @@ enum State {
     Confirming { stats: LoadStats, read_at: Moment, until: Moment, repeat_at: Moment, more: bool },
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 struct Pull {
     name: OfferName,
     peer: Arc<PeerLocator>,
@@ -45,7 +45,7 @@ struct Pull {
 }
 
 /// Where this rank's blocks lie, and what the transport calls its memories.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct LocalMemory {
     /// The layout.
     pub layout: BlockLayout,
@@ -54,7 +54,7 @@ pub struct LocalMemory {
 }
 
 /// The machine.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Pulls {
     peers: Peers,
     /// The lowest load never seen: loads are ordered in the order of their ids, and each once.

@@ -28,7 +28,7 @@ pub struct WorkerStats {
 
 /// The machine. Facts go in by [`WorkerMachine::take`], decisions come out of it, and what the engine is to hear
 /// collects in a report.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct WorkerMachine {
     config: WorkerConfig,
     local: LocalMemory,

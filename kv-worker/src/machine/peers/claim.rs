@@ -9,7 +9,7 @@ use kv_proto::ReleaseReason;
 use kv_proto::message::{LEASES_PER_MESSAGE_MAX, OfferName, WorkerMessage};
 
 /// One offer that requests live by.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct Claim {
     /// Requests that wait for their blocks.
     pub(crate) waiting: u32,
@@ -71,7 +71,7 @@ impl Claim {
 }
 
 /// What a producer has to be told of a claim.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum News {
     /// It is new.
     Wanted,
@@ -80,7 +80,7 @@ pub(crate) enum News {
 }
 
 /// What has been told over one connection, and what has not.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Renewal {
     seq: u64,
     /// The next message begins a new list.
