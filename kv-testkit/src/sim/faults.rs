@@ -36,6 +36,8 @@ pub enum FaultKind {
     SlowStep,
     /// Other requests take every block of an engine that is free, for a while.
     PoolPressure,
+    /// An engine drains: it takes nothing new, ends the old by a limit, and comes back after a while.
+    Drained,
     /// A request is preempted while it computes: its blocks are gone, and it begins again.
     Preempted,
     /// A prefill ends before its prompt does; nothing may be handed over.
@@ -109,6 +111,7 @@ impl FaultKind {
         Self::ClockDrift,
         Self::SlowStep,
         Self::PoolPressure,
+        Self::Drained,
         Self::Preempted,
         Self::PrefillShort,
         Self::ReadFailed,
@@ -155,6 +158,7 @@ impl FaultKind {
             Self::ClockDrift => "clock_drift",
             Self::SlowStep => "slow_step",
             Self::PoolPressure => "pool_pressure",
+            Self::Drained => "drained",
             Self::Preempted => "preempted",
             Self::PrefillShort => "prefill_short",
             Self::ReadFailed => "read_failed",
@@ -195,6 +199,7 @@ impl FaultKind {
             | Self::ClockJump
             | Self::ClockDrift
             | Self::PoolPressure
+            | Self::Drained
             | Self::RouterStale => 700,
             Self::OneWayPartition => 400,
             Self::LinkBroken | Self::LinkClogged | Self::SlowStep => 60,

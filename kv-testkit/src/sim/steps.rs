@@ -1,6 +1,7 @@
 //! An engine's loop in a simulated world: turns, plans out, reports in, and what follows from them.
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use kv_proto::{BlockId, ConsumerOrder, Plan, PullEnd, Rank, Report, RequestId};
 use kv_sched::{HoldId, LoadResult, SchedEvent, Scheduler};
@@ -11,7 +12,7 @@ use super::faults::FaultKind;
 use super::invariants::Invariant;
 use super::pool::stamp;
 use super::requests::{Request, Stage};
-use super::world::{Event, MS, WorkerAt, World};
+use super::world::{Event, MS, Time, WorkerAt, World};
 
 impl World {
     /// Wakes an engine's loop, if it is not awake.
@@ -178,6 +179,29 @@ impl World {
                 }
             }
         }
+    }
+
+    /// An engine drains. By the second limit it must have said that it has.
+    pub(super) fn drain(&mut self, index: usize, limit: Time, back_after: Time) {
+        let now = self.now;
+        let engine = &mut self.engines[index];
+        let life = engine.life;
+        let Some(scheduler) = &mut engine.scheduler else { return };
+        scheduler.drain(engine.clock.read(now), Duration::from_micros(limit));
+        self.tell(|| format!("engine {index} drains for {} ms", limit / MS));
+        self.after(limit + back_after, Event::Resume { engine: index, life });
+        self.take_events(index);
+        self.wake(index);
+    }
+
+    pub(super) fn resume(&mut self, index: usize, life: u32) {
+        let engine = &mut self.engines[index];
+        if engine.life != life {
+            return;
+        }
+        let Some(scheduler) = &mut engine.scheduler else { return };
+        scheduler.resume();
+        self.tell(|| format!("engine {index} takes new hand-overs again"));
     }
 
     fn load_ended(&mut self, index: usize, id: &RequestId, result: LoadResult) {

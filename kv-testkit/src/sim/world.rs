@@ -72,6 +72,8 @@ pub(super) enum Event {
     Partition { from: usize, to: usize, until: Time },
     PoolPressed { engine: usize, until: Time },
     PoolEased { engine: usize, life: u32 },
+    Drain { engine: usize, limit: Time, back_after: Time },
+    Resume { engine: usize, life: u32 },
     Heal,
 }
 
@@ -274,6 +276,10 @@ impl World {
                 let until = when + 100 * MS + 4 * after;
                 self.at(when, Event::PoolPressed { engine, until });
             }
+            if self.strikes(FaultKind::Drained) {
+                let (limit, back_after) = (draw.below(600) * MS, after + 300 * MS);
+                self.at(when, Event::Drain { engine, limit, back_after });
+            }
             let other = draw.below(self.engines.len() as u64) as usize;
             if other != engine && self.strikes(FaultKind::OneWayPartition) {
                 let until = when + after + 200 * MS;
@@ -381,6 +387,8 @@ impl World {
             Event::ClockJump { engine, process, by } => self.clock_jump(engine, process, by),
             Event::PoolPressed { engine, until } => self.press_pool(engine, until),
             Event::PoolEased { engine, life } => self.ease_pool(engine, life),
+            Event::Drain { engine, limit, back_after } => self.drain(engine, limit, back_after),
+            Event::Resume { engine, life } => self.resume(engine, life),
             Event::Heal => self.heal(),
             Event::Partition { from, to, until } => {
                 if self.now < HEAL_AT {
