@@ -70,6 +70,7 @@ struct Sum {
     healed: u64,
     loaded: u64,
     failed: u64,
+    kept: u64,
     events: u64,
     struck: BTreeMap<FaultKind, u64>,
     broken: Option<Outcome>,
@@ -90,6 +91,7 @@ fn run_seeds(
         healed: 0,
         loaded: 0,
         failed: 0,
+        kept: 0,
         events: 0,
         struck: BTreeMap::new(),
         broken: None,
@@ -110,6 +112,7 @@ fn run_seeds(
                     sum.healed += u64::from(outcome.healed);
                     sum.loaded += outcome.loaded;
                     sum.failed += outcome.failed;
+                    sum.kept += outcome.kept;
                     sum.events += outcome.events;
                     sum.violations += outcome.violations.len() as u64;
                     for (kind, count) in &outcome.struck {
@@ -184,6 +187,7 @@ fn worlds(args: &SimArgs, jobs: usize, left_out: &[FaultKind], base: &Settings) 
         "worlds_per_s": per_second.round(),
         "loaded": sum.loaded,
         "failed": sum.failed,
+        "kept": sum.kept,
         "events": sum.events,
         "faults": faults,
     });
@@ -194,8 +198,8 @@ fn worlds(args: &SimArgs, jobs: usize, left_out: &[FaultKind], base: &Settings) 
     say(
         args,
         &format!(
-            "{table}\n{} worlds, {} healed, {} violations; {} loads ended well, {} failed; {per_second:.0} worlds/s on {jobs} threads",
-            sum.worlds, sum.healed, sum.violations, sum.loaded, sum.failed
+            "{table}\n{} worlds, {} healed, {} violations; {} loads ended well, {} failed, {} of these in part; {per_second:.0} worlds/s on {jobs} threads",
+            sum.worlds, sum.healed, sum.violations, sum.loaded, sum.failed, sum.kept
         ),
         &object,
     );

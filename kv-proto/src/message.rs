@@ -103,6 +103,30 @@ pub enum WorkerMessage {
         /// Whether others of mine on this rank still read under the lease: it is to go on.
         more: bool,
     },
+    /// C: the first blocks of a load are here, the rest is being read. Does the lease hold until now? An answer that
+    /// it does makes these blocks good, whatever becomes of the rest.
+    Check {
+        /// The lease.
+        lease: LeaseId,
+        /// Which try.
+        attempt: Attempt,
+        /// What was offered under the lease, as it reached the consumer.
+        offer: OfferDigest,
+        /// How many blocks of the load are here.
+        blocks: u32,
+    },
+    /// P: whether the lease held until I got your `Check`. Not remembered, and not said of a lease that is not granted
+    /// yet.
+    Checked {
+        /// The lease.
+        lease: LeaseId,
+        /// The try answered.
+        attempt: Attempt,
+        /// How many blocks it was about.
+        blocks: u32,
+        /// Whether it held.
+        held: bool,
+    },
     /// P: it held until I got your `ReadDone`, and the offer is mine; unless you said `more`, for you it has ended.
     Confirmed {
         /// The lease.

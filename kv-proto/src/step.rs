@@ -317,12 +317,16 @@ impl Hash for LoadStats {
 pub enum PullEnd {
     /// The bytes are in place and the producer confirmed the lease.
     Loaded(LoadStats),
-    /// None of the destination blocks may be used.
+    /// Of the destination blocks only the first ones may be used.
     Failed {
         /// Why.
         reason: LoadFailure,
         /// For a person: which peer, both values, the native code.
         detail: String,
+        /// Blocks of each group, from the first one of the load, that are in place and whose lease was confirmed after
+        /// they were.
+        #[serde(default)]
+        verified: u32,
     },
 }
 

@@ -109,8 +109,8 @@ fn report() -> impl Strategy<Value = Report> {
         any::<[u64; 4]>().prop_map(|[bytes, ranges, read_us, confirm_us]| {
             PullEnd::Loaded(LoadStats { bytes, ranges, read_us, confirm_us })
         }),
-        (select(&FAILURES[..]), any::<String>())
-            .prop_map(|(reason, detail)| PullEnd::Failed { reason, detail }),
+        (select(&FAILURES[..]), any::<String>(), any::<u32>())
+            .prop_map(|(reason, detail, verified)| PullEnd::Failed { reason, detail, verified }),
     ];
     (any::<u32>(), vec((lease_id(), end), 0..5), vec((load(), pull), 0..5))
         .prop_map(|(rank, leases, loads)| Report { rank: Rank(rank), leases, loads })
@@ -143,6 +143,15 @@ fn message() -> impl Strategy<Value = WorkerMessage> {
             attempt,
             offer: common::offer(),
             more
+        }),
+        (lease_id(), attempt(), any::<u32>()).prop_map(|(lease, attempt, blocks)| WorkerMessage::Check {
+            lease,
+            attempt,
+            offer: common::offer(),
+            blocks
+        }),
+        (lease_id(), attempt(), any::<u32>(), any::<bool>()).prop_map(|(lease, attempt, blocks, held)| {
+            WorkerMessage::Checked { lease, attempt, blocks, held }
         }),
         (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::Confirmed { lease, attempt }),
         (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::Lapsed { lease, attempt }),

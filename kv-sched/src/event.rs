@@ -76,7 +76,8 @@ pub enum LoadResult {
         detail: String,
         /// Blocks that may hold wrong bytes, by group.
         invalid: Vec<BlockList>,
-        /// Tokens from the start of the prompt that are not touched by the failure.
+        /// Tokens from the start of the prompt that are not touched by the failure: what was here before, and what
+        /// every rank had read and was confirmed before it failed.
         valid_tokens: u32,
         /// `None`: the invalid blocks are quiet and stay the request's. `Some`: somebody may still write them;
         /// the request must let go of them, and they come back with [`SchedEvent::BlocksReleased`].

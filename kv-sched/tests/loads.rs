@@ -265,3 +265,47 @@ fn an_abort_while_being_cancelled_for_lateness_holds_the_blocks() {
     assert_eq!(s.take_events(), [blocks_released(load_hold(1), "r", run(40, 2))]);
     assert_forgotten(&s);
 }
+
+fn kept(events: &[SchedEvent]) -> (u32, Vec<kv_proto::BlockList>) {
+    match events {
+        [
+            SchedEvent::LoadEnded {
+                result: LoadResult::Failed { valid_tokens, invalid, hold: None, .. },
+                ..
+            },
+        ] => (*valid_tokens, invalid.clone()),
+        other => panic!("{other:?}"),
+    }
+}
+
+// H-27
+#[test]
+fn p8_what_every_rank_has_verified_is_kept_and_no_more() {
+    let lost = LoadFailure::PeerLost;
+    for (ends, tokens, invalid) in [
+        ([failed_after(lost, 2), failed_after(lost, 1)], 4, run(41, 2)),
+        ([failed_after(lost, 2), loaded(1)], 8, run(42, 1)),
+        ([loaded(1), failed_after(lost, 0)], 0, run(40, 3)),
+        // The last block is filled in part, and a worker's figure may be anything.
+        ([failed_after(lost, 3), failed_after(lost, u32::MAX)], 10, run(43, 0)),
+    ] {
+        let mut s = scheduler(2);
+        start_load(&mut s, 0, "r", 5, 10);
+        for (rank, end) in (0..).zip(ends) {
+            s.take_report(at(1), load_report(rank, 1, end));
+        }
+        assert_eq!(kept(&s.take_events()), (tokens, vec![invalid]));
+        assert_eq!(s.consumer_stats().kept_tokens, u64::from(tokens));
+    }
+}
+
+// H-11, H-27
+#[test]
+fn p8_verified_blocks_count_from_where_the_load_begins() {
+    let mut s = scheduler(1);
+    queue(&mut s, 0, "r", 5, 12);
+    s.blocks_allocated(at(0), &req("r"), 4, 8, &[run(40, 3)]).unwrap();
+    s.planned(at(0));
+    s.take_report(at(1), load_report(0, 1, failed_after(LoadFailure::ReadFailed, 1)));
+    assert_eq!(kept(&s.take_events()), (8, vec![run(42, 1)]));
+}

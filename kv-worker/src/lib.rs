@@ -3,6 +3,7 @@
 pub mod config;
 mod driver;
 pub mod machine;
+pub mod portions;
 pub mod ranges;
 pub mod worker;
 

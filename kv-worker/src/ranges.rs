@@ -68,9 +68,7 @@ pub fn read_parts(
     remote: Side<'_, RegionKey>,
     groups: &[GroupBlocks],
 ) -> Result<Vec<ReadPart>, RangeError> {
-    for group in groups {
-        check_group(local.layout, remote.layout, group)?;
-    }
+    check_groups(local.layout, remote.layout, groups)?;
     let mut parts: BTreeMap<(u32, u32), Vec<ReadRange>> = BTreeMap::new();
     let pairs = local.layout.regions.len().max(remote.layout.regions.len());
     for index in 0..pairs {
@@ -107,6 +105,15 @@ pub fn read_parts(
         }
     }
     Ok(read)
+}
+
+/// Whether both pools have these blocks, in lists of equal length.
+pub fn check_groups(
+    local: &BlockLayout,
+    remote: &BlockLayout,
+    groups: &[GroupBlocks],
+) -> Result<(), RangeError> {
+    groups.iter().try_for_each(|group| check_group(local, remote, group))
 }
 
 fn check_group(local: &BlockLayout, remote: &BlockLayout, group: &GroupBlocks) -> Result<(), RangeError> {

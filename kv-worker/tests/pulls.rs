@@ -5,6 +5,7 @@
 mod common;
 
 use common::*;
+use kv_proto::message::WorkerMessage;
 use kv_proto::{ConsumerOrder, LoadFailure, LoadId, LoadStats, PullEnd};
 use kv_worker::machine::io::{Decision, Fact};
 
@@ -387,4 +388,76 @@ fn p6_when_all_has_ended_nothing_is_waited_for() {
         let stats = rig.m.stats();
         assert_eq!((stats.pulls, stats.producers, rig.m.next_deadline()), (0, 0, None));
     }
+}
+
+/// Load 1 of two blocks is read block by block; the first is under way.
+fn portioned() -> Rig {
+    let mut rig = Rig::with(kv_worker::WorkerLimits { portion_bytes: 1, ..limits() });
+    rig.order(0, &[load(1, 5, 1)]);
+    assert_eq!(rig.ready(0, 1, 0), ["d0: renew all +[5]", "d0: read 64 bytes for 1"]);
+    rig
+}
+
+fn checked(blocks: u32, held: bool) -> WorkerMessage {
+    WorkerMessage::Checked { lease: kv_proto::LeaseId(5), attempt: kv_proto::Attempt(1), blocks, held }
+}
+
+// H-27
+#[test]
+fn p8_a_load_is_checked_while_its_next_portion_is_read_and_what_was_verified_is_kept() {
+    let mut rig = portioned();
+    assert_eq!(rig.read_ended(10, 1), ["d0: check 5/1 of 1", "d0: read 64 bytes for 1"]);
+    assert_eq!(rig.hear(20, dialled(0), checked(1, true)), NOTHING);
+    assert_eq!(rig.read_failed(30, 1, LoadFailure::ReadFailed), ["d0: release 5/1 load_failed"]);
+    assert_eq!(rig.loads(), ends(&[(1, "read_failed after 1")]));
+}
+
+// H-27
+#[test]
+fn p1_what_was_read_and_not_verified_is_not_kept() {
+    let mut rig = portioned();
+    rig.read_ended(10, 1);
+    rig.read_failed(30, 1, LoadFailure::PeerLost);
+    assert_eq!(rig.loads(), ends(&[(1, "peer_lost")]), "the answer never came");
+    // An answer about more than is here, or for another try, verifies no more than is here.
+    let mut rig = portioned();
+    rig.hear(5, dialled(0), checked(2, true));
+    rig.read_failed(6, 1, LoadFailure::ReadFailed);
+    assert_eq!(rig.loads(), ends(&[(1, "read_failed")]));
+}
+
+// H-18, H-27
+#[test]
+fn p1_a_portion_whose_lease_had_not_held_ends_the_load_and_is_not_kept() {
+    let mut rig = portioned();
+    rig.read_ended(10, 1);
+    assert_eq!(rig.hear(20, dialled(0), checked(1, false)), ["cancel 1"]);
+    assert_eq!(rig.read_failed(30, 1, LoadFailure::Cancelled), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(1, "lapsed")]));
+}
+
+// H-18, H-27
+#[test]
+fn p1_the_last_portion_needs_the_confirmation_and_earlier_ones_stay_verified_without() {
+    let mut rig = portioned();
+    rig.read_ended(10, 1);
+    rig.hear(20, dialled(0), checked(1, true));
+    assert_eq!(rig.read_ended(30, 1), ["d0: read done 5/1"]);
+    rig.hear(40, dialled(0), lapsed(5, 1));
+    assert_eq!(rig.loads(), ends(&[(1, "lapsed after 1")]));
+    let mut rig = portioned();
+    rig.read_ended(10, 1);
+    rig.read_ended(30, 1);
+    rig.hear(40, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.loads(), ends(&[(1, "ok")]), "the confirmation covers all, checked or not");
+}
+
+// H-20, H-27
+#[test]
+fn p4_the_limit_of_a_read_is_for_all_its_portions() {
+    let mut rig = portioned();
+    rig.read_ended(READ_MS, 1);
+    assert_eq!(rig.pass(READ_MS + STALL_MS), ["d0: renew", "cancel 1"]);
+    rig.read_failed(READ_MS + STALL_MS + 1, 1, LoadFailure::Cancelled);
+    assert_eq!(rig.loads(), ends(&[(1, "read_timed_out")]));
 }

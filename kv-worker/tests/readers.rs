@@ -406,3 +406,27 @@ fn p6_leases_are_forgotten_when_they_ended_long_ago() {
     rig.rest();
     assert_eq!((rig.m.stats().leases, rig.m.next_deadline()), (0, None));
 }
+
+// H-27
+#[test]
+fn p1_a_check_is_answered_by_what_is_held_and_ends_nothing() {
+    let check = |lease: u64| WorkerMessage::Check {
+        lease: LeaseId(lease),
+        attempt: kv_proto::Attempt(4),
+        offer: OFFER,
+        blocks: 3,
+    };
+    let mut rig = lending();
+    rig.own(0, &[announce(2)]);
+    assert_eq!(rig.hear(10, accepted(0), check(1)), ["a0: held 1/4 of 3"]);
+    assert_eq!(rig.hear(10, accepted(0), check(2)), NOTHING, "not granted yet: it cannot be said");
+    assert_eq!(rig.hear(10, accepted(0), check(9)), ["a0: not held 9/4 of 3"]);
+    let mut forged = check(1);
+    if let WorkerMessage::Check { offer, .. } = &mut forged {
+        *offer = kv_proto::OfferDigest::from_bytes([8; 16]);
+    }
+    assert_eq!(rig.hear(10, accepted(0), forged), ["a0: not held 1/4 of 3"]);
+    assert_eq!(ended(&mut rig), []);
+    assert_eq!(rig.hear(20, accepted(0), read_done(1, 4)), ["a0: confirmed 1/4"]);
+    assert_eq!(rig.hear(30, accepted(0), check(1)), ["a0: not held 1/4 of 3"], "it is over");
+}

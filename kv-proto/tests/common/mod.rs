@@ -96,6 +96,8 @@ pub(crate) fn messages() -> Vec<(String, WorkerMessage)> {
         ("not_held".to_owned(), WorkerMessage::NotHeld { leases: names }),
         ("read_done".to_owned(), WorkerMessage::ReadDone { lease, attempt, offer: offer(), more: false }),
         ("read_more".to_owned(), WorkerMessage::ReadDone { lease, attempt, offer: offer(), more: true }),
+        ("check".to_owned(), WorkerMessage::Check { lease, attempt, offer: offer(), blocks: 7 }),
+        ("checked".to_owned(), WorkerMessage::Checked { lease, attempt, blocks: 7, held: true }),
         ("confirmed".to_owned(), WorkerMessage::Confirmed { lease, attempt }),
         ("lapsed".to_owned(), WorkerMessage::Lapsed { lease, attempt }),
     ];
@@ -150,7 +152,10 @@ pub(crate) fn report() -> Report {
     let stats = LoadStats { bytes: 1 << 33, ranges: 300, read_us: 70_000, confirm_us: 90 };
     let mut loads = vec![(LoadId(0), PullEnd::Loaded(stats))];
     for (i, reason) in (1..).zip(FAILURES) {
-        loads.push((LoadId(i), PullEnd::Failed { reason, detail: format!("p-0: {}", reason.name()) }));
+        loads.push((
+            LoadId(i),
+            PullEnd::Failed { reason, detail: format!("p-0: {}", reason.name()), verified: i as u32 },
+        ));
     }
     Report { rank: Rank(1), leases: (0..).map(LeaseId).zip(ends).collect(), loads }
 }

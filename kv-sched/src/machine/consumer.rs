@@ -71,6 +71,8 @@ pub struct ConsumerStats {
     pub loaded: u64,
     /// Tokens taken from producers.
     pub remote_tokens: u64,
+    /// Tokens of failed loads that are good all the same: read, and confirmed, before the failure.
+    pub kept_tokens: u64,
     /// Bytes read, over all ranks.
     pub bytes: u64,
     /// Loads that failed, by reason.
@@ -428,7 +430,7 @@ impl Consumer {
             Stage::Running { until } | Stage::Cancelling { until } => {
                 self.timers.clear(until, TimerKey::Load(load));
                 let request = record.request.clone();
-                let result = self.outcome(record);
+                let result = self.outcome(config, record);
                 self.requests.insert(request.clone(), Request::Settled);
                 events.push(SchedEvent::LoadEnded { request, result });
             }
@@ -440,9 +442,11 @@ impl Consumer {
         }
     }
 
-    /// A failure of any rank fails the load.
-    fn outcome(&mut self, record: Load) -> LoadResult {
+    /// A failure of any rank fails the load. What every rank has verified is kept.
+    fn outcome(&mut self, config: &SchedConfig, record: Load) -> LoadResult {
         let mut sum = LoadStats::default();
+        let mut failed = None;
+        let mut verified = u32::MAX;
         for end in record.ended.values() {
             match end {
                 PullEnd::Loaded(stats) => {
@@ -451,17 +455,24 @@ impl Consumer {
                     sum.read_us = sum.read_us.max(stats.read_us);
                     sum.confirm_us = sum.confirm_us.max(stats.confirm_us);
                 }
-                PullEnd::Failed { reason, detail } => {
-                    *self.stats.failed.entry(*reason).or_default() += 1;
-                    return LoadResult::Failed {
-                        reason: *reason,
-                        detail: detail.clone(),
-                        invalid: record.blocks,
-                        valid_tokens: record.local_tokens,
-                        hold: None,
-                    };
+                PullEnd::Failed { reason, detail, verified: blocks } => {
+                    failed.get_or_insert((*reason, detail.clone()));
+                    verified = verified.min(*blocks);
                 }
             }
+        }
+        if let Some((reason, detail)) = failed {
+            *self.stats.failed.entry(reason).or_default() += 1;
+            let kept = verified.min(record.blocks.iter().map(BlockList::len).min().unwrap_or(0));
+            // The last block may be filled in part.
+            let valid_tokens = record
+                .local_tokens
+                .saturating_add(kept.saturating_mul(config.block_tokens))
+                .min(record.tokens);
+            self.stats.kept_tokens += u64::from(valid_tokens - record.local_tokens);
+            let invalid =
+                record.blocks.iter().map(|list| list.iter().skip(kept as usize).collect()).collect();
+            return LoadResult::Failed { reason, detail, invalid, valid_tokens, hold: None };
         }
         let remote_tokens = record.tokens - record.local_tokens;
         self.stats.loaded += 1;

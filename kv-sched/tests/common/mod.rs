@@ -156,7 +156,12 @@ pub(crate) fn loaded(bytes: u64) -> PullEnd {
 }
 
 pub(crate) fn failed(reason: LoadFailure) -> PullEnd {
-    PullEnd::Failed { reason, detail: reason.name().to_owned() }
+    failed_after(reason, 0)
+}
+
+/// Failed when so many blocks had been verified.
+pub(crate) fn failed_after(reason: LoadFailure, verified: u32) -> PullEnd {
+    PullEnd::Failed { reason, detail: reason.name().to_owned(), verified }
 }
 
 pub(crate) fn lease_hold(lease: u64) -> HoldId {

@@ -141,6 +141,7 @@ impl Names {
             read: Duration::from_millis(500),
             stall: Duration::from_millis(100),
             prolong_bytes: u64::MAX,
+            portion_bytes: u64::MAX,
             remember_ended: Duration::from_secs(10),
             peer_idle: Duration::from_secs(60),
         };

@@ -35,6 +35,10 @@ pub enum Canary {
     PartialTakenAsWhole,
     /// P1: a load counts as good when one rank has it.
     OneRankEnough,
+    /// P8: of a failed load a block more is kept than was verified.
+    KeptTooLong,
+    /// P1: what was read before a failure is kept although the lease had not held.
+    CheckIgnored,
     /// P8: a failed load is used like a good one.
     FailedTakenAsLoaded,
     /// P4: D's worker lets no deadline pass.
@@ -92,6 +96,8 @@ impl Canary {
         Self::LateWrite,
         Self::PartialTakenAsWhole,
         Self::OneRankEnough,
+        Self::KeptTooLong,
+        Self::CheckIgnored,
         Self::FailedTakenAsLoaded,
         Self::NoDeadlines,
         Self::FailureUntold,
@@ -130,6 +136,8 @@ impl Canary {
             Self::LateWrite => "late-write",
             Self::PartialTakenAsWhole => "partial-taken-as-whole",
             Self::OneRankEnough => "one-rank-enough",
+            Self::KeptTooLong => "kept-too-long",
+            Self::CheckIgnored => "check-ignored",
             Self::FailedTakenAsLoaded => "failed-taken-as-loaded",
             Self::NoDeadlines => "no-deadlines",
             Self::FailureUntold => "failure-untold",

@@ -294,6 +294,13 @@ impl World {
             (Some(Canary::RenewalForgotten), WorkerMessage::Renew { seq, all, .. }) => {
                 WorkerMessage::Renew { seq, all, wanted: Vec::new(), dropped: Vec::new() }
             }
+            (Some(Canary::CheckIgnored), WorkerMessage::Checked { lease, attempt, blocks, .. }) => {
+                WorkerMessage::Checked { lease, attempt, blocks, held: true }
+            }
+            // The list of what is not held would end the load before its check is answered.
+            (Some(Canary::CheckIgnored), WorkerMessage::NotHeld { .. }) => {
+                WorkerMessage::NotHeld { leases: Vec::new() }
+            }
             (Some(Canary::LapsedIgnored), WorkerMessage::Lapsed { lease, attempt }) => {
                 WorkerMessage::Confirmed { lease, attempt }
             }

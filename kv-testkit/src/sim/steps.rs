@@ -7,7 +7,7 @@ use kv_proto::{BlockId, ConsumerOrder, Plan, PullEnd, Rank, Report, RequestId};
 use kv_sched::{HoldId, LoadResult, SchedEvent, Scheduler};
 
 use super::canary::Canary;
-use super::engine::LAYERS;
+use super::engine::{BLOCK_TOKENS, LAYERS};
 use super::faults::FaultKind;
 use super::invariants::Invariant;
 use super::pool::stamp;
@@ -113,7 +113,7 @@ impl World {
         for order in &plan.consumer {
             if let ConsumerOrder::Cancel { load } = order {
                 let reason = kv_proto::LoadFailure::Cancelled;
-                report.loads.push((*load, PullEnd::Failed { reason, detail: String::new() }));
+                report.loads.push((*load, PullEnd::Failed { reason, detail: String::new(), verified: 0 }));
             }
         }
         if let (false, Ok(report)) = (report.is_empty(), report.encode()) {
@@ -145,6 +145,13 @@ impl World {
         let Some(scheduler) = &mut engine.scheduler else { return };
         let now = engine.clock.read(self.now);
         let ranks = engine.ranks as u32;
+        if self.canary == Some(Canary::KeptTooLong) {
+            for (_, end) in &mut report.loads {
+                if let PullEnd::Failed { verified, .. } = end {
+                    *verified = verified.saturating_add(1);
+                }
+            }
+        }
         let one_is_all = match self.canary {
             Some(Canary::FreedByFirstRank) => !report.leases.is_empty(),
             Some(Canary::OneRankEnough) => report.loads.iter().any(|(_, e)| matches!(e, PullEnd::Loaded(_))),
@@ -218,14 +225,20 @@ impl World {
         match result {
             LoadResult::Loaded { .. } => {
                 self.loaded += 1;
-                self.judge(index, id, &request);
+                self.judge(index, id, &request, usize::MAX);
             }
             LoadResult::Failed { .. } if taken_as_good => {
                 self.failed += 1;
-                self.judge(index, id, &request);
+                self.judge(index, id, &request, usize::MAX);
             }
-            LoadResult::Failed { hold, reason, .. } => {
+            LoadResult::Failed { hold, reason, valid_tokens, .. } => {
                 self.failed += 1;
+                // What is kept of it is used like what was loaded.
+                let kept = valid_tokens / BLOCK_TOKENS;
+                if kept > request.local_blocks {
+                    self.kept += 1;
+                    self.judge(index, id, &request, kept as usize);
+                }
                 if self.faults.is_empty() {
                     let what = format!("no fault, and yet the load of {id} fails: {}", reason.name());
                     self.violate(Invariant::Calm, what);
@@ -247,11 +260,11 @@ impl World {
         }
     }
 
-    /// A load was reported good: its blocks must hold this prompt's content, each at its place.
-    fn judge(&mut self, index: usize, id: &RequestId, request: &Request) {
+    /// So many blocks, or all, were reported good: they must hold this prompt's content, each at its place.
+    fn judge(&mut self, index: usize, id: &RequestId, request: &Request, blocks: usize) {
         let engine = &self.engines[index];
         let size = engine.pool.size as usize;
-        for (position, block) in request.blocks.iter().enumerate() {
+        for (position, block) in request.blocks.iter().enumerate().take(blocks) {
             for (rank, worker) in engine.workers.iter().enumerate() {
                 for layer in 0..LAYERS {
                     let holds = worker.memory[layer * size + *block as usize];

@@ -132,6 +132,8 @@ pub struct Outcome {
     pub loaded: u64,
     /// Loads that failed.
     pub failed: u64,
+    /// Of these, how many kept blocks that had been read and confirmed before the failure.
+    pub kept: u64,
     /// Events that happened.
     pub events: u64,
     /// The story, if it was asked for: times in milliseconds.
@@ -174,6 +176,7 @@ pub(super) struct World {
     pub(super) violations: Vec<Violation>,
     pub(super) loaded: u64,
     pub(super) failed: u64,
+    pub(super) kept: u64,
     trace: bool,
     story: Vec<(f64, String)>,
     seed: u64,
@@ -233,6 +236,7 @@ impl World {
             violations: Vec::new(),
             loaded: 0,
             failed: 0,
+            kept: 0,
             trace: settings.trace,
             story: Vec::new(),
             seed,
@@ -414,6 +418,7 @@ impl World {
             requests: self.prompts.len(),
             loaded: self.loaded,
             failed: self.failed,
+            kept: self.kept,
             events: self.events,
             story: self.story,
         }

@@ -379,6 +379,15 @@ impl Ledger {
         }
     }
 
+    /// Whether a reader may count on what it has read so far. `None`: it cannot be said yet.
+    pub fn holds(&self, lease: LeaseId, reader: Reader, named: OfferDigest) -> Option<bool> {
+        match self.leases.get(&lease) {
+            Some(Lease::Held { offer, ends, .. }) => Some(*offer == named && !ends.contains_key(&reader)),
+            Some(Lease::Announced { .. }) => None,
+            Some(Lease::Ended { .. }) | None => Some(false),
+        }
+    }
+
     fn lapse(&mut self, how: Ending) -> Answer {
         if how != Ending::Released {
             self.stats.lapsed += 1;

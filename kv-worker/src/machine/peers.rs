@@ -109,6 +109,8 @@ pub enum Change {
     Failed(Arc<PeerLocator>, Failure),
     /// The peer says that these leases are not held.
     NotHeld(Arc<PeerLocator>, Vec<OfferName>),
+    /// The peer answers a `Check`: of how many blocks, and whether they are good.
+    Checked(Arc<PeerLocator>, LeaseId, Attempt, u32, bool),
     /// The peer answers a `ReadDone`.
     Answered(Arc<PeerLocator>, LeaseId, Attempt, bool),
 }
@@ -431,6 +433,7 @@ impl Peers {
                 Some(
                     WorkerMessage::Confirmed { .. }
                     | WorkerMessage::Lapsed { .. }
+                    | WorkerMessage::Checked { .. }
                     | WorkerMessage::NotHeld { .. }
                     | WorkerMessage::Relist {},
                 ),
@@ -448,6 +451,9 @@ impl Peers {
             (State::Ready { .. }, Some(WorkerMessage::Relist {})) => {
                 self.relist(now, &key);
                 None
+            }
+            (State::Ready { .. }, Some(WorkerMessage::Checked { lease, attempt, blocks, held })) => {
+                Some(Change::Checked(key, lease, attempt, blocks, held))
             }
             (State::Ready { .. }, Some(WorkerMessage::Confirmed { lease, attempt })) => {
                 Some(Change::Answered(key, lease, attempt, true))

@@ -7,6 +7,9 @@
 //!        late, cancelled         (reported when the transport is quiet, not before)
 //! ```
 //!
+//! A large load is read in portions. While the next one is read, the producer is asked whether the lease held for the
+//! last one; what it confirmed stays good whatever becomes of the rest.
+//!
 //! *Read, then ask*: what was read counts only when the producer has confirmed, after the last byte, that the lease
 //! held all the while.
 
@@ -23,14 +26,15 @@ use kv_transport::RegionId;
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, Failure};
 use crate::machine::peers::{Change, End, Peers, Standing};
-use crate::ranges::{Side, read_parts};
+use crate::portions::Portions;
+use crate::ranges::{Side, check_groups, read_parts};
 
 #[derive(Debug, Clone, Hash)]
 enum State {
     /// For its peer.
     Waiting { groups: Vec<GroupBlocks>, until: Moment },
-    /// The transport owns the destination. `doomed` is why the result no longer counts.
-    Reading { stats: LoadStats, until: Moment, doomed: Option<Failure> },
+    /// The transport owns the destination. `left` is what is not ordered yet, `doomed` why the result no longer counts.
+    Reading { left: Portions, stats: LoadStats, until: Moment, doomed: Option<Failure> },
     /// Every byte is here; the producer is asked.
     /// `more`: others of ours still read under the lease. It is said alike each time that it is asked.
     Confirming { stats: LoadStats, read_at: Moment, until: Moment, repeat_at: Moment, more: bool },
@@ -41,6 +45,10 @@ struct Pull {
     name: OfferName,
     peer: Arc<PeerLocator>,
     ordered_at: Moment,
+    /// Blocks of each group that are in place, first ones first.
+    read: u32,
+    /// Of these, how many the producer has confirmed.
+    verified: u32,
     state: State,
 }
 
@@ -146,7 +154,7 @@ impl Pulls {
         let until = now + config.limits.peer_wait;
         let state = State::Waiting { groups, until };
         self.set(load, until);
-        self.pulls.insert(load, Pull { name, peer: key, ordered_at: now, state });
+        self.pulls.insert(load, Pull { name, peer: key, ordered_at: now, read: 0, verified: 0, state });
         if void {
             return self.fail(now, config, load, not_held(), out);
         }
@@ -163,18 +171,53 @@ impl Pulls {
         out: &mut Vec<Decision>,
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let State::Waiting { groups, until } = &pull.state else { return };
-        let waited_until = *until;
-        let (link, parts) = match self.peers.standing(&pull.peer) {
+        let State::Waiting { groups, until: waited_until } = &mut pull.state else { return };
+        let waited_until = *waited_until;
+        let checked = match self.peers.standing(&pull.peer) {
             Standing::Pending => return,
-            Standing::Failed(failure) => {
-                let failure = failure.clone();
-                return self.fail(now, config, load, failure, out);
-            }
+            Standing::Failed(failure) => Err(failure.clone()),
+            Standing::Ready(_, remote) => check_groups(&local.layout, &remote.layout, groups)
+                .map_err(|error| Failure::new(LoadFailure::BadBlocks, error.to_string())),
+        };
+        if let Err(failure) = checked {
+            return self.fail(now, config, load, failure, out);
+        }
+        let left = Portions::of(std::mem::take(groups), &local.layout, config.limits.portion_bytes);
+        // The transport ends each read within its own limit; this one is for one that does not, and for all portions.
+        let until = now + config.limits.read + config.limits.stall;
+        pull.state = State::Reading { left, stats: LoadStats::default(), until, doomed: None };
+        self.timers.clear(waited_until, load);
+        self.set(load, until);
+        self.read_portion(now, config, local, load, out);
+    }
+
+    /// Orders the next portion of a load.
+    fn read_portion(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        local: &LocalMemory,
+        load: LoadId,
+        out: &mut Vec<Decision>,
+    ) {
+        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let State::Reading { left, stats, .. } = &mut pull.state else { return };
+        let first = left.taken() == 0;
+        let groups = left.take();
+        let (link, parts) = match self.peers.standing(&pull.peer) {
             Standing::Ready(link, remote) => {
                 let ours = Side { layout: &local.layout, memories: &local.regions };
                 let theirs = Side { layout: &remote.layout, memories: &remote.keys };
-                (link, read_parts(ours, theirs, groups))
+                (link, read_parts(ours, theirs, &groups))
+            }
+            Standing::Pending => {
+                let failure =
+                    Failure::new(LoadFailure::PeerLost, "the connection was lost between two portions");
+                return self.fail(now, config, load, failure, out);
+            }
+            Standing::Failed(failure) => {
+                let failure = failure.clone();
+                return self.fail(now, config, load, failure, out);
             }
         };
         let parts = match parts {
@@ -185,22 +228,15 @@ impl Pulls {
             }
         };
         let ranges = parts.iter().flat_map(|part| &part.ranges);
-        let stats = LoadStats {
-            bytes: ranges.clone().map(|r| r.len).sum(),
-            ranges: ranges.count() as u64,
-            ..LoadStats::default()
-        };
-        // The transport ends the read within its own limit; this one is for a transport that does not.
-        let until = now + config.limits.read + config.limits.stall;
-        pull.state = State::Reading { stats, until, doomed: None };
-        // A long read must not outlive a lease whose first life is short.
-        let long = (stats.bytes >= config.limits.prolong_bytes).then(|| pull.peer.clone());
-        self.timers.clear(waited_until, load);
-        self.set(load, until);
-        if stats.bytes == 0 {
-            return self.read_ended(now, config, load, Ok(()), out);
+        let bytes: u64 = ranges.clone().map(|r| r.len).sum();
+        stats.bytes += bytes;
+        stats.ranges += ranges.count() as u64;
+        if bytes == 0 {
+            return self.read_ended(now, config, local, load, Ok(()), out);
         }
-        if let Some(peer) = long {
+        // A long read must not outlive a lease whose first life is short.
+        if first && bytes >= config.limits.prolong_bytes {
+            let peer = pull.peer.clone();
             self.peers.renew(now, config, &peer, out);
         }
         out.push(Decision::Read { load, link, parts });
@@ -224,8 +260,10 @@ impl Pulls {
             LoadFailure::Lapsed => End::Lapsed,
             other => End::GivenUp { reason, link_is_lost: other == LoadFailure::PeerLost },
         };
+        let verified = self.pulls.get(&load).map_or(0, |pull| pull.verified);
         self.end(now, config, load, end, out);
-        self.ended.push((load, PullEnd::Failed { reason: failure.reason, detail: failure.detail }));
+        let Failure { reason, detail } = failure;
+        self.ended.push((load, PullEnd::Failed { reason, detail, verified }));
     }
 
     fn end(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, end: End, out: &mut Vec<Decision>) {
@@ -263,14 +301,20 @@ impl Pulls {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
+        local: &LocalMemory,
         load: LoadId,
         result: Result<(), Failure>,
         out: &mut Vec<Decision>,
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let State::Reading { stats, until, doomed } = &mut pull.state else { return };
+        let State::Reading { left, stats, until, doomed } = &mut pull.state else { return };
         if let Some(failure) = doomed.take().or(result.err()) {
             return self.fail(now, config, load, failure, out);
+        }
+        pull.read = left.taken();
+        if !left.is_over() {
+            self.check(load, out);
+            return self.read_portion(now, config, local, load, out);
         }
         let was = *until;
         let mut stats = *stats;
@@ -283,6 +327,38 @@ impl Pulls {
         self.set(load, until);
         self.set(load, repeat_at);
         self.ask(load, out);
+    }
+
+    /// Asks whether the lease held for what is here. The answer is no condition for going on.
+    fn check(&self, load: LoadId, out: &mut Vec<Decision>) {
+        let Some(pull) = self.pulls.get(&load) else { return };
+        if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
+            let (lease, offer) = pull.name;
+            let message = WorkerMessage::Check { lease, attempt: Attempt(load.0), offer, blocks: pull.read };
+            out.push(Decision::Send { link, message });
+        }
+    }
+
+    fn checked(
+        &mut self,
+        peer: &Arc<PeerLocator>,
+        lease: LeaseId,
+        load: LoadId,
+        blocks: u32,
+        held: bool,
+        out: &mut Vec<Decision>,
+    ) {
+        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        if pull.name.0 != lease || pull.peer != *peer {
+            return;
+        }
+        if held {
+            // What a producer says of blocks that are not here says nothing.
+            pull.verified = pull.verified.max(blocks.min(pull.read));
+        } else if let State::Reading { doomed, .. } = &mut pull.state {
+            doomed.get_or_insert_with(not_held);
+            out.push(Decision::CancelRead { load });
+        }
     }
 
     /// Asks whether the lease held; if the peer is not ready, it is asked when it is.
@@ -338,6 +414,9 @@ impl Pulls {
                         _ => {}
                     }
                 }
+            }
+            Change::Checked(peer, lease, attempt, blocks, held) => {
+                self.checked(&peer, lease, LoadId(attempt.0), blocks, held, out);
             }
             Change::Answered(peer, lease, attempt, confirmed) => {
                 self.answered(now, config, &peer, lease, attempt, confirmed, out);

@@ -207,6 +207,12 @@ impl Readers {
                     out.push(Decision::Send { link, message: told(lease, attempt, answer) });
                 }
             }
+            (Link::Greeted { reader, .. }, WorkerMessage::Check { lease, attempt, offer, blocks }) => {
+                if let Some(held) = self.ledger.holds(lease, reader, offer) {
+                    let message = WorkerMessage::Checked { lease, attempt, blocks, held };
+                    out.push(Decision::Send { link, message });
+                }
+            }
             (
                 Link::Greeted { reader, expected, .. },
                 WorkerMessage::Release { lease, attempt, offer, .. },

@@ -75,7 +75,7 @@ impl WorkerMachine {
                 let change = pulls.peers_mut().message(now, config, link, message.ok(), out);
                 self.changed(now, change, out);
             }
-            Fact::ReadEnded { load, result } => pulls.read_ended(now, config, load, result, out),
+            Fact::ReadEnded { load, result } => pulls.read_ended(now, config, local, load, result, out),
         }
     }
 

@@ -63,6 +63,7 @@ pub(crate) fn limits() -> WorkerLimits {
         confirm_repeat: ms(REPEAT_MS),
         renew_every: ms(RENEW_MS),
         prolong_bytes: 1 << 20,
+        portion_bytes: 1 << 20,
         remember_ended: ms(REMEMBER_MS),
         peer_idle: ms(IDLE_MS),
     }
@@ -270,6 +271,13 @@ fn message_line(message: &WorkerMessage) -> String {
             format!("read done {}/{}", lease.0, attempt.0)
         }
         WorkerMessage::ReadDone { lease, attempt, .. } => format!("read more {}/{}", lease.0, attempt.0),
+        WorkerMessage::Check { lease, attempt, blocks, .. } => {
+            format!("check {}/{} of {blocks}", lease.0, attempt.0)
+        }
+        WorkerMessage::Checked { lease, attempt, blocks, held } => {
+            let word = if *held { "held" } else { "not held" };
+            format!("{word} {}/{} of {blocks}", lease.0, attempt.0)
+        }
         WorkerMessage::Confirmed { lease, attempt } => format!("confirmed {}/{}", lease.0, attempt.0),
         WorkerMessage::Lapsed { lease, attempt } => format!("lapsed {}/{}", lease.0, attempt.0),
         WorkerMessage::Release { lease, attempt, reason, .. } => {
@@ -388,7 +396,10 @@ impl Rig {
             .into_iter()
             .map(|(load, end)| match end {
                 PullEnd::Loaded(_) => (load.0, "ok".to_owned()),
-                PullEnd::Failed { reason, .. } => (load.0, reason.name().to_owned()),
+                PullEnd::Failed { reason, verified: 0, .. } => (load.0, reason.name().to_owned()),
+                PullEnd::Failed { reason, verified, .. } => {
+                    (load.0, format!("{} after {verified}", reason.name()))
+                }
             })
             .collect()
     }

@@ -1,0 +1,120 @@
+//! A load in portions: what is read at once, and then checked, so that a failure does not spoil what came before.
+
+use kv_proto::{BlockLayout, BlockList, GroupBlocks};
+
+/// The blocks of a load that have not been ordered yet, first ones first.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Portions {
+    groups: Vec<GroupBlocks>,
+    /// Blocks of each group in a portion.
+    step: u32,
+    /// Blocks of each group that have been taken.
+    taken: u32,
+    /// Blocks of each group.
+    total: u32,
+}
+
+fn slice(list: &BlockList, from: u32, count: u32) -> BlockList {
+    list.iter().skip(from as usize).take(count as usize).collect()
+}
+
+impl Portions {
+    /// Cuts a load so that a portion has about so many bytes, and at least one block of each group. Groups of unequal
+    /// lengths are not cut: their blocks do not stand for the same tokens.
+    pub fn of(groups: Vec<GroupBlocks>, layout: &BlockLayout, bytes: u64) -> Self {
+        let total = groups.iter().map(|group| group.local.len()).max().unwrap_or(0);
+        let alike = groups.iter().all(|group| group.local.len() == total);
+        let position: u64 = layout
+            .regions
+            .iter()
+            .filter(|region| groups.iter().any(|group| group.group == region.group))
+            .map(|region| region.block_bytes)
+            .fold(0, u64::saturating_add);
+        let step = if alike { bytes.checked_div(position).unwrap_or(u64::MAX).max(1) } else { u64::MAX };
+        let step = u32::try_from(step).unwrap_or(u32::MAX).min(total.max(1));
+        Self { groups, step, taken: 0, total }
+    }
+
+    /// The next portion. Empty when everything was taken.
+    pub fn take(&mut self) -> Vec<GroupBlocks> {
+        let (from, count) = (self.taken, self.step.min(self.total - self.taken));
+        self.taken += count;
+        if count == self.total {
+            return std::mem::take(&mut self.groups);
+        }
+        let part = |group: &GroupBlocks| GroupBlocks {
+            group: group.group,
+            first: group.first.saturating_add(from),
+            remote: slice(&group.remote, from, count),
+            local: slice(&group.local, from, count),
+        };
+        self.groups.iter().map(part).collect()
+    }
+
+    /// Blocks of each group that have been taken.
+    pub fn taken(&self) -> u32 {
+        self.taken
+    }
+
+    /// Whether everything was taken.
+    pub fn is_over(&self) -> bool {
+        self.taken >= self.total
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kv_proto::{BlockId, BlockOrder, Dtype, RegionKind, RegionLayout};
+
+    use super::*;
+
+    fn layout(layers: u32) -> BlockLayout {
+        let region = |layer: u32| RegionLayout {
+            layer: format!("l{layer}"),
+            kind: RegionKind::KeyValue,
+            group: 0,
+            memory: 0,
+            base: 0,
+            block_stride: 64,
+            block_bytes: 64,
+            dtype: Dtype::F32,
+            heads: 1,
+            head_size: 4,
+        };
+        let regions = (0..layers).map(region).collect();
+        BlockLayout { block_tokens: 4, blocks: 100, order: BlockOrder::HeadsTokens, regions }
+    }
+
+    fn group(count: u32) -> GroupBlocks {
+        let list = |from: u32| (from..from + count).map(BlockId).collect();
+        GroupBlocks { group: 0, first: 3, remote: list(10), local: list(50) }
+    }
+
+    fn cut(count: u32, bytes: u64) -> Vec<(u32, u32)> {
+        let mut portions = Portions::of(vec![group(count)], &layout(2), bytes);
+        let mut cut = Vec::new();
+        while !portions.is_over() {
+            let groups = portions.take();
+            assert_eq!(groups[0].remote.len(), groups[0].local.len());
+            cut.push((groups[0].first, groups[0].local.len()));
+        }
+        assert_eq!(portions.taken(), count);
+        cut
+    }
+
+    #[test]
+    fn portions_cover_everything_in_order_and_once() {
+        assert_eq!(cut(5, 256), [(3, 2), (5, 2), (7, 1)]);
+        assert_eq!(cut(4, 256), [(3, 2), (5, 2)]);
+        assert_eq!(cut(5, 1), [(3, 1), (4, 1), (5, 1), (6, 1), (7, 1)], "a block is the least");
+        assert_eq!(cut(5, u64::MAX), [(3, 5)]);
+        assert_eq!(cut(0, 256), []);
+    }
+
+    #[test]
+    fn groups_of_unequal_lengths_are_read_at_once() {
+        let mut portions = Portions::of(vec![group(5), group(3)], &layout(2), 1);
+        assert_eq!(portions.take().len(), 2);
+        assert!(portions.is_over());
+    }
+}
