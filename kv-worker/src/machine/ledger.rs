@@ -252,7 +252,12 @@ impl Ledger {
                 return;
             }
         };
-        self.terms = Some(terms);
+        if self.terms.replace(terms).is_none() {
+            // Until now nobody knew how long a reader may be silent.
+            let until = now + self.renewal();
+            let readers: Vec<Reader> = self.living.keys().copied().collect();
+            readers.into_iter().for_each(|reader| self.shorten(reader, until));
+        }
         let expires = now + Duration::from_millis(terms.ttl_ms);
         let latest = now + Duration::from_millis(terms.max_ms);
         let mut wanted = Vec::new();
@@ -522,7 +527,12 @@ impl Ledger {
         let until = now + self.grace();
         let Some(living) = self.living.get_mut(&reader) else { return };
         living.lost = true;
-        if until < living.until {
+        self.shorten(reader, until);
+    }
+
+    /// Brings the time nearer until which a reader counts as alive.
+    fn shorten(&mut self, reader: Reader, until: Moment) {
+        if let Some(living) = self.living.get_mut(&reader).filter(|living| living.until > until) {
             self.timers.clear(living.until, TimerKey::Reader(reader));
             self.timers.set(until, TimerKey::Reader(reader));
             living.until = until;

@@ -234,6 +234,7 @@ fn a_renewal_for_a_request_still_being_computed_is_no_negative_and_counts_when_i
     ledger.announce(L);
     assert!(ledger.want(at(1), reader(1, 0), &[(L, OFFER)]).is_empty());
     ledger.grant(at(2), L, TERMS, OFFER);
+    assert_eq!(ledger.living[&reader(1, 0)].until, at(802), "the first grant says how long it may be silent");
     ledger.heard(at(900), reader(1, 0));
     assert_eq!(end_of(&mut ledger, 1_699), None);
     assert_eq!(end_of(&mut ledger, 1_700), Some(LeaseEnd::Expired));
