@@ -1,0 +1,1 @@
+//! Faults on purpose, chosen by a plan and told afterwards.
