@@ -337,8 +337,8 @@ fn p2_the_last_of_two_loads_gives_their_lease_back() {
 fn p1_of_two_loads_under_one_lease_each_needs_an_answer_of_its_own() {
     let mut rig = twins();
     assert_eq!(rig.read_ended(2, 1), ["d0: read more 5/1"], "the other still reads");
-    assert_eq!(rig.read_ended(2, 2), ["d0: read done 5/2"], "nobody else does");
-    assert_eq!(rig.pass(2 + REPEAT_MS), ["d0: read more 5/1", "d0: read done 5/2"], "as before");
+    assert_eq!(rig.read_ended(2, 2), ["d0: read more 5/2"], "the other has not ended");
+    assert_eq!(rig.pass(2 + REPEAT_MS), ["d0: read more 5/1", "d0: read more 5/2"], "in whatever order");
     rig.hear(103, dialled(0), confirmed(5, 1));
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
     assert_eq!(rig.hear(103, dialled(0), lapsed(5, 2)), NOTHING);
@@ -354,6 +354,28 @@ fn the_last_answer_ends_a_lease_that_nobody_else_has_ended() {
     assert_eq!(rig.hear(4, dialled(0), confirmed(5, 1)), ["d0: read done 5/1"]);
     assert_eq!(rig.hear(5, dialled(0), confirmed(5, 1)), NOTHING);
     assert_eq!(rig.loads(), ends(&[(2, "read_failed"), (1, "ok")]));
+}
+
+// H-12
+#[test]
+fn two_loads_that_ask_at_once_are_both_good_and_the_last_answer_ends_the_lease() {
+    let mut rig = twins();
+    rig.read_ended(2, 2);
+    rig.read_ended(2, 1);
+    assert_eq!(rig.hear(3, dialled(0), confirmed(5, 1)), NOTHING);
+    assert_eq!(rig.hear(4, dialled(0), confirmed(5, 2)), ["d0: read done 5/2"]);
+    assert_eq!(rig.loads(), ends(&[(1, "ok"), (2, "ok")]));
+}
+
+// H-12
+#[test]
+fn a_request_that_comes_when_the_last_one_has_asked_reads_nothing() {
+    let mut rig = reading();
+    assert_eq!(rig.read_ended(2, 1), ["d0: read done 5/1"]);
+    rig.order(3, &[track(1, 5)]);
+    rig.hear(4, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.order(5, &[load(1, 5, 2)]), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(1, "ok"), (2, "lapsed")]));
 }
 
 // H-13

@@ -38,6 +38,8 @@ pub struct WorkerStart {
     pub gather_socket: String,
     /// Claim every read without doing it: the control that shows that a missing transfer is noticed.
     pub unmoved: bool,
+    /// A plan of faults, as text, that this worker's transport suffers.
+    pub faults: Option<String>,
 }
 
 /// A piece of work of one step.
