@@ -3,6 +3,7 @@
 
 mod demo;
 mod error;
+mod fault_proxy;
 mod router;
 mod serve;
 mod sim;
@@ -30,6 +31,8 @@ enum Command {
     Route(router::RouteArgs),
     /// Run the real state machines in simulated worlds full of faults.
     Sim(sim::SimArgs),
+    /// Forward TCP connections and do to them what a plan says: cut, stall, corrupt, delay and the like.
+    FaultProxy(fault_proxy::FaultProxyArgs),
     /// One worker process of an engine. Started by `kvx serve`.
     #[command(hide = true)]
     EngineWorker {
@@ -51,6 +54,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Route(args) => router::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Sim(args) => sim::run(&args),
+        Command::FaultProxy(args) => fault_proxy::run(&args).map(|()| ExitCode::SUCCESS),
         Command::EngineWorker { socket } => kv_testkit::engine::worker::run(&socket)
             .map(|()| ExitCode::SUCCESS)
             .map_err(|e| Failure::new("engine worker", e)),

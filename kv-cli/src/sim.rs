@@ -294,7 +294,7 @@ fn canaries(args: &SimArgs, jobs: usize, all: &[Canary]) -> ExitCode {
     if killed == all.len() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn table<const N: usize>(header: [&str; N]) -> Table {
+pub(crate) fn table<const N: usize>(header: [&str; N]) -> Table {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED).set_header(header);
     table.set_content_arrangement(comfy_table::ContentArrangement::Dynamic);
