@@ -202,7 +202,11 @@ impl Rule {
         }
         if let Some(name) = &self.message {
             if self.on != On::Send {
-                return Err(PlanError::value(field("message"), format!("{name:?}"), "only with on = \"send\""));
+                return Err(PlanError::value(
+                    field("message"),
+                    format!("{name:?}"),
+                    "only with on = \"send\"",
+                ));
             }
             if !MESSAGES.contains(&name.as_str()) {
                 let expected = format!("known are {}", MESSAGES.join(", "));
@@ -213,14 +217,13 @@ impl Rule {
             return Err(PlanError::value(field("limit"), 0, "at least 1 is allowed"));
         }
         match self.fault {
-            Fault::Truncate { arrive_percent: percent, .. } | Fault::Disconnect { arrive_percent: percent }
+            Fault::Truncate { arrive_percent: percent, .. }
+            | Fault::Disconnect { arrive_percent: percent }
                 if percent > 99 =>
             {
                 Err(PlanError::value(field("arrive_percent"), percent, "0 to 99 are allowed"))
             }
-            Fault::Corrupt { bytes: 0 } => {
-                Err(PlanError::value(field("bytes"), 0, "at least 1 is allowed"))
-            }
+            Fault::Corrupt { bytes: 0 } => Err(PlanError::value(field("bytes"), 0, "at least 1 is allowed")),
             _ => Ok(()),
         }
     }
@@ -262,9 +265,7 @@ impl Row {
         let name = self.fault.take().ok_or_else(|| missing("fault", "it says what is to happen"))?;
         let error = self.error.take();
         let (delay_ms, arrive, bytes) = (self.delay_ms.take(), self.arrive_percent.take(), self.bytes.take());
-        let delay = || {
-            delay_ms.ok_or_else(|| missing("delay_ms", "it says how long, in milliseconds"))
-        };
+        let delay = || delay_ms.ok_or_else(|| missing("delay_ms", "it says how long, in milliseconds"));
         let arrive_percent = arrive.unwrap_or(50);
         // Beside the fault: which of error, delay_ms, arrive_percent and bytes it has a use for.
         let (fault, used) = match name.as_str() {
@@ -278,9 +279,7 @@ impl Row {
             }
             "corrupt" => (Fault::Corrupt { bytes: bytes.unwrap_or(1) }, [false, false, false, true]),
             "stall" => (Fault::Stall, [false; 4]),
-            "disconnect" => {
-                (Fault::Disconnect { arrive_percent }, [false, false, on == On::Read, false])
-            }
+            "disconnect" => (Fault::Disconnect { arrive_percent }, [false, false, on == On::Read, false]),
             "late_write" => (Fault::LateWrite { delay_ms: delay()? }, [false, true, false, false]),
             "drop" => (Fault::Drop, [false; 4]),
             _ => {

@@ -113,7 +113,8 @@ mod tests {
             let mut striker = Striker::new(plan);
             for number in 0..200 {
                 striker.next(On::Read, &[]);
-                let name: &[u8] = if number % 3 == 0 { b"\x81\xa9read_done\x80" } else { b"\x81\xa5renew\x80" };
+                let name: &[u8] =
+                    if number % 3 == 0 { b"\x81\xa9read_done\x80" } else { b"\x81\xa5renew\x80" };
                 striker.next(On::Send, name);
             }
             striker.recording().clone()

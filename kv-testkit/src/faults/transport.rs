@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kv_transport::{
-    Address, Event, LossReason, Memory, OpId, PeerId, RangeSet, ReadError, ReadOutcome, ReadRequest, RegionId,
-    Transport, TransportError,
+    Address, Event, LossReason, Memory, OpId, PeerId, RangeSet, ReadError, ReadOutcome, ReadRequest,
+    RegionId, Transport, TransportError,
 };
 
 use super::plan::{Fault, FaultPlan, On, Recording};

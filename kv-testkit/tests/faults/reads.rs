@@ -133,12 +133,10 @@ async fn a_delayed_read_begins_later_but_within_its_limits() {
 async fn a_disconnect_loses_the_peer_in_the_middle_of_a_read() {
     let rig = Rig::under(&at(On::Read, Fault::Disconnect { arrive_percent: 50 }, &[1])).await;
     let outcome = rig.read(1).await;
-    let LossReason::Broken { kind, code } =
-        (match &outcome.result {
-            Err(ReadError::PeerLost(reason)) => reason.clone(),
-            other => panic!("{other:?}"),
-        })
-    else {
+    let LossReason::Broken { kind, code } = (match &outcome.result {
+        Err(ReadError::PeerLost(reason)) => reason.clone(),
+        other => panic!("{other:?}"),
+    }) else {
         panic!("{outcome:?}")
     };
     assert_eq!(outcome.arrived.count(), 2);
