@@ -8,7 +8,7 @@ use kv_testkit::faults::proxy::{FaultProxy, ProxyPlan, ProxyReport};
 use serde_json::json;
 
 use crate::error::Failure;
-use crate::serve::runtime;
+use crate::serve::{parent_gone, runtime};
 use crate::sim::table;
 
 #[derive(Args)]
@@ -33,6 +33,9 @@ pub(crate) struct FaultProxyArgs {
     /// Print a plan with comments, and do nothing else.
     #[arg(long)]
     example: bool,
+    /// End when standard input ends.
+    #[arg(long)]
+    with_parent: bool,
 }
 
 pub(crate) fn run(args: &FaultProxyArgs) -> Result<(), Failure> {
@@ -56,7 +59,10 @@ pub(crate) fn run(args: &FaultProxyArgs) -> Result<(), Failure> {
         }
         // Standard output may be a pipe, whose reader waits for this line.
         std::io::stdout().flush().map_err(|e| Failure::new("write to standard output", e))?;
-        end.next().await;
+        tokio::select! {
+            () = end.next() => {}
+            () = parent_gone(args.with_parent) => {}
+        }
         Ok(proxy.stop().await)
     })?;
     say(&report, args.json);

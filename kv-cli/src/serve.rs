@@ -39,7 +39,7 @@ pub(crate) struct ServeArgs {
     /// Schedule one step ahead.
     #[arg(long)]
     async_schedule: bool,
-    /// What follows a failed load: recompute or fail.
+    /// What follows a failed load: recompute, fail, or retry and then recompute.
     #[arg(long, default_value = "recompute", value_parser = parse_policy)]
     policy: Policy,
     /// Without a connector: an engine that stands alone.
@@ -60,12 +60,8 @@ pub(crate) struct ServeArgs {
 }
 
 /// The policies that this engine follows.
-fn parse_policy(name: &str) -> Result<Policy, String> {
-    match name.parse() {
-        Ok(policy @ (Policy::Recompute | Policy::Fail)) => Ok(policy),
-        Ok(policy) => Err(format!("{} is not supported yet; recompute and fail are", policy.name())),
-        Err(error) => Err(error.to_string()),
-    }
+pub(crate) fn parse_policy(name: &str) -> Result<Policy, String> {
+    name.parse::<Policy>().map_err(|error| error.to_string())
 }
 
 /// A plan of faults, read and checked here, so that a mistake in it is told before anything starts.

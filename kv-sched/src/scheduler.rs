@@ -188,7 +188,8 @@ impl Scheduler {
     /// A load's end that the engine has not taken yet is told by the request's own end. Returns what holds blocks by
     /// it.
     fn untold_end(&mut self, request: &RequestId) -> Option<HoldId> {
-        let of = |event: &SchedEvent| matches!(event, SchedEvent::LoadEnded { request: of, .. } if of == request);
+        let of =
+            |event: &SchedEvent| matches!(event, SchedEvent::LoadEnded { request: of, .. } if of == request);
         match self.events.iter().position(of).map(|index| self.events.remove(index)) {
             Some(SchedEvent::LoadEnded { result: LoadResult::Failed { hold, .. }, .. }) => hold,
             _ => None,

@@ -31,8 +31,8 @@ use crate::ranges::{Side, check_groups, read_parts};
 
 #[derive(Debug, Clone, Hash)]
 enum State {
-    /// For its peer.
-    Waiting { groups: Vec<GroupBlocks>, until: Moment },
+    /// For its peer, and not before a time.
+    Waiting { groups: Vec<GroupBlocks>, until: Moment, not_before: Moment },
     /// The transport owns the destination. `left` is what is not ordered yet, `doomed` why the result no longer counts.
     Reading { left: Portions, stats: LoadStats, until: Moment, doomed: Option<Failure> },
     /// Every byte is here; the producer is asked.
@@ -49,6 +49,8 @@ struct Pull {
     read: u32,
     /// Of these, how many the producer has confirmed.
     verified: u32,
+    /// How often it was tried again.
+    retries: u32,
     state: State,
 }
 
@@ -152,9 +154,10 @@ impl Pulls {
         self.next = load.0.saturating_add(1);
         let (key, void) = self.peers.pull_began(now, config, peer, name, out);
         let until = now + config.limits.peer_wait;
-        let state = State::Waiting { groups, until };
+        let state = State::Waiting { groups, until, not_before: now };
         self.set(load, until);
-        self.pulls.insert(load, Pull { name, peer: key, ordered_at: now, read: 0, verified: 0, state });
+        self.pulls
+            .insert(load, Pull { name, peer: key, ordered_at: now, read: 0, verified: 0, retries: 0, state });
         if void {
             return self.fail(now, config, load, not_held(), out);
         }
@@ -171,8 +174,11 @@ impl Pulls {
         out: &mut Vec<Decision>,
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let State::Waiting { groups, until: waited_until } = &mut pull.state else { return };
-        let waited_until = *waited_until;
+        let State::Waiting { groups, until: waited_until, not_before } = &mut pull.state else { return };
+        let (waited_until, not_before) = (*waited_until, *not_before);
+        if not_before > now {
+            return;
+        }
         let checked = match self.peers.standing(&pull.peer) {
             Standing::Pending => return,
             Standing::Failed(failure) => Err(failure.clone()),
@@ -180,13 +186,15 @@ impl Pulls {
                 .map_err(|error| Failure::new(LoadFailure::BadBlocks, error.to_string())),
         };
         if let Err(failure) = checked {
-            return self.fail(now, config, load, failure, out);
+            return self.fail_or_wait(now, config, load, failure, out);
         }
-        let left = Portions::of(std::mem::take(groups), &local.layout, config.limits.portion_bytes);
+        let mut left = Portions::of(std::mem::take(groups), &local.layout, config.limits.portion_bytes);
+        left.resume_at(pull.read);
         // The transport ends each read within its own limit; this one is for one that does not, and for all portions.
         let until = now + config.limits.read + config.limits.stall;
         pull.state = State::Reading { left, stats: LoadStats::default(), until, doomed: None };
         self.timers.clear(waited_until, load);
+        self.timers.clear(not_before, load);
         self.set(load, until);
         self.read_portion(now, config, local, load, out);
     }
@@ -202,7 +210,7 @@ impl Pulls {
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
         let State::Reading { left, stats, .. } = &mut pull.state else { return };
-        let first = left.taken() == 0;
+        let first = left.taken() == pull.read;
         let groups = left.take();
         let (link, parts) = match self.peers.standing(&pull.peer) {
             Standing::Ready(link, remote) => {
@@ -269,7 +277,12 @@ impl Pulls {
     fn end(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, end: End, out: &mut Vec<Decision>) {
         let Some(Pull { name, peer, state, .. }) = self.pulls.remove(&load) else { return };
         let asked = match state {
-            State::Waiting { until, .. } | State::Reading { until, .. } => {
+            State::Waiting { until, not_before, .. } => {
+                self.timers.clear(until, load);
+                self.timers.clear(not_before, load);
+                false
+            }
+            State::Reading { until, .. } => {
                 self.timers.clear(until, load);
                 false
             }
@@ -308,8 +321,11 @@ impl Pulls {
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
         let State::Reading { left, stats, until, doomed } = &mut pull.state else { return };
-        if let Some(failure) = doomed.take().or(result.err()) {
+        if let Some(failure) = doomed.take() {
             return self.fail(now, config, load, failure, out);
+        }
+        if let Err(failure) = result {
+            return self.fail_or_read_again(now, config, load, failure, out);
         }
         pull.read = left.taken();
         if !left.is_over() {
@@ -327,6 +343,49 @@ impl Pulls {
         self.set(load, until);
         self.set(load, repeat_at);
         self.ask(load, out);
+    }
+
+    /// Ends a pull that waits for its peer, or lets it wait on, if the failure may pass.
+    fn fail_or_wait(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        load: LoadId,
+        failure: Failure,
+        out: &mut Vec<Decision>,
+    ) {
+        match self.pulls.get_mut(&load) {
+            Some(pull) if pull.retries < config.limits.retries && may_pass(failure.reason) => {
+                // The peer is tried again by itself, since this pull wants it; its limit goes on.
+                pull.retries += 1;
+            }
+            _ => self.fail(now, config, load, failure, out),
+        }
+    }
+
+    /// Ends a pull whose read has failed, or begins it again, after a while, with what is not here yet.
+    fn fail_or_read_again(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        load: LoadId,
+        failure: Failure,
+        out: &mut Vec<Decision>,
+    ) {
+        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let State::Reading { left, until: was, .. } = &pull.state else { return };
+        if pull.retries >= config.limits.retries || !may_pass(failure.reason) {
+            return self.fail(now, config, load, failure, out);
+        }
+        let (was, groups) = (*was, left.clone().into_groups());
+        let wait = config.limits.retry_min.saturating_mul(1 << pull.retries.min(20));
+        pull.retries += 1;
+        let not_before = now + wait.min(config.limits.retry_max);
+        let until = not_before + config.limits.peer_wait;
+        pull.state = State::Waiting { groups, until, not_before };
+        self.timers.clear(was, load);
+        self.set(load, until);
+        self.set(load, not_before);
     }
 
     /// Asks whether the lease held for what is here. The answer is no condition for going on.
@@ -394,7 +453,7 @@ impl Pulls {
             Change::Failed(peer, failure) => {
                 for load in self.of_peer(&peer) {
                     if let Some(State::Waiting { .. }) = self.pulls.get(&load).map(|pull| &pull.state) {
-                        self.fail(now, config, load, failure.clone(), out);
+                        self.fail_or_wait(now, config, load, failure.clone(), out);
                     }
                 }
             }
@@ -490,11 +549,18 @@ impl Pulls {
             self.changed(now, config, local, change, out);
         }
         while let Some(load) = self.timers.due(now) {
-            self.late(now, config, load, out);
+            self.late(now, config, local, load, out);
         }
     }
 
-    fn late(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, out: &mut Vec<Decision>) {
+    fn late(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        local: &LocalMemory,
+        load: LoadId,
+        out: &mut Vec<Decision>,
+    ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
         let engine = &pull.peer.engine;
         match &mut pull.state {
@@ -518,8 +584,26 @@ impl Pulls {
                 self.timers.set(*repeat_at, load);
                 self.ask(load, out);
             }
+            // Its peer may be ready, or ready again.
+            State::Waiting { not_before, .. } if *not_before <= now => {
+                self.begin(now, config, local, load, out)
+            }
             State::Waiting { .. } | State::Reading { .. } | State::Confirming { .. } => {}
         }
+    }
+}
+
+/// Whether trying again can help: what broke may be whole again, or another connection may do.
+fn may_pass(reason: LoadFailure) -> bool {
+    match reason {
+        LoadFailure::HandshakeUnreachable
+        | LoadFailure::ConnectFailed
+        | LoadFailure::PeerLost
+        | LoadFailure::ReadRefused
+        | LoadFailure::ReadTimedOut
+        | LoadFailure::ReadFailed => true,
+        // Another life, another engine, other blocks, no lease, or nobody who wants it.
+        _ => false,
     }
 }
 
