@@ -1,0 +1,69 @@
+//! A set of block ids with one bit each, since a lookup is made for every block of every table.
+
+/// Grows to the highest id that was put in, no further; the caller keeps ids below its pool's size.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Bits {
+    words: Vec<u64>,
+}
+
+impl Bits {
+    /// Whether the id is in.
+    #[inline]
+    pub(super) fn contains(&self, id: u32) -> bool {
+        self.words.get((id >> 6) as usize).is_some_and(|word| (word >> (id & 63)) & 1 == 1)
+    }
+
+    /// Puts an id in; says whether it is new.
+    #[inline]
+    pub(super) fn insert(&mut self, id: u32) -> bool {
+        let at = (id >> 6) as usize;
+        if at >= self.words.len() {
+            self.words.resize(at + 1, 0);
+        }
+        let bit = 1u64 << (id & 63);
+        match self.words.get_mut(at) {
+            Some(word) => {
+                let new = *word & bit == 0;
+                *word |= bit;
+                new
+            }
+            None => false,
+        }
+    }
+
+    /// How many are in.
+    pub(super) fn count(&self) -> u64 {
+        self.words.iter().map(|word| u64::from(word.count_ones())).sum()
+    }
+
+    /// All ids, in order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        self.words.iter().enumerate().flat_map(|(at, word)| {
+            let mut left = *word;
+            std::iter::from_fn(move || {
+                (left != 0).then(|| {
+                    let bit = left.trailing_zeros();
+                    left &= left - 1;
+                    (at as u32) << 6 | bit
+                })
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_put_in_comes_out_in_order_and_once() {
+        let mut bits = Bits::default();
+        assert!(!bits.contains(0) && !bits.contains(u32::MAX));
+        for id in [700, 3, 64, 63, 3] {
+            assert_eq!(bits.insert(id), !(id == 3 && bits.contains(3)));
+        }
+        assert_eq!(bits.iter().collect::<Vec<_>>(), [3, 63, 64, 700]);
+        assert_eq!(bits.count(), 4);
+        assert!(bits.contains(64) && !bits.contains(65));
+    }
+}
