@@ -129,9 +129,8 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
             if holder.scheduled > holder.computed {
                 remarks.contradicting.push(holder.key.clone());
             }
-            let missing = |t: &GroupTable<'_>| {
-                (holder.computed.div_ceil(block_tokens(t)) as usize) > t.blocks.len()
-            };
+            let missing =
+                |t: &GroupTable<'_>| (holder.computed.div_ceil(block_tokens(t)) as usize) > t.blocks.len();
             if holder.tables.iter().any(missing) {
                 remarks.short.push(holder.key.clone());
             }
@@ -208,7 +207,8 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
                     }
                 }
             }
-            if lost_from < to {
+            // A lost load may have lost blocks that the table does not even show.
+            if lost_from.max(from) < base.div_ceil(block_tokens(table)) as usize {
                 let at = lost_from.max(from);
                 bad = Some(bad.map_or(at, |other| other.min(at)));
             }
@@ -267,7 +267,10 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
         let base = base(holder);
         let mut found = None;
         for table in &holder.tables {
-            let limit = found.or(known).map_or(usize::MAX, |token| (token / block_tokens(table)) as usize);
+            // Blocks that begin before it. One of them may reach beyond it, and became bad for that: it is bad for
+            // this request as for any other.
+            let limit =
+                found.or(known).map_or(usize::MAX, |token| token.div_ceil(block_tokens(table)) as usize);
             let (from, to) = (needed_from(table, base), covering(table, base).min(limit));
             let Some(group) = self.group(table) else { continue };
             let part = table.blocks.get(from..to.max(from)).unwrap_or_default();
@@ -359,7 +362,8 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
         }
         evict.sort_unstable();
         // Lists do not tell where in the input a request stood.
-        for keys in [&mut self.remarks.short, &mut self.remarks.beyond_pool, &mut self.remarks.contradicting] {
+        for keys in [&mut self.remarks.short, &mut self.remarks.beyond_pool, &mut self.remarks.contradicting]
+        {
             keys.sort_unstable();
         }
         (evict, self.remarks)

@@ -339,7 +339,9 @@ impl<K: Ord + Clone + Hash, P: Ord + Clone> Recovery<K, P> {
         out: &mut Vec<Directive<K>>,
     ) -> Result<(), Stop> {
         let mut why = Stop::Unhelpful;
-        for (n, peer) in facts.alternatives.iter().enumerate().filter(|(_, peer)| helps && **peer != facts.peer) {
+        for (n, peer) in
+            facts.alternatives.iter().enumerate().filter(|(_, peer)| helps && **peer != facts.peer)
+        {
             if self.peers.shut_at(now, peer) {
                 why = Stop::Breaker;
                 continue;
