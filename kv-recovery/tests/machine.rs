@@ -1,4 +1,5 @@
 //! The retry machine and its breakers, one rule at a time.
+#![allow(clippy::unwrap_used)] // A failed check is a failed test.
 
 use std::time::Duration;
 

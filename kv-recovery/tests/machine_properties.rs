@@ -1,4 +1,5 @@
 //! The retry machine under any sequence of facts.
+#![allow(clippy::unwrap_used)] // A failed check is a failed test.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

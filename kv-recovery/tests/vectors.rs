@@ -1,5 +1,6 @@
 //! What a widely used scheduler decides about invalid blocks (found by running its functions), and what we decide.
 //! Where the two differ, theirs stands beside ours and the comment says why. Blocks of 16 tokens.
+#![allow(clippy::unwrap_used)] // A failed check is a failed test.
 
 use std::num::NonZeroU32;
 

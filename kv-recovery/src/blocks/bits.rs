@@ -31,23 +31,30 @@ impl Bits {
         }
     }
 
+    /// What is in one of two.
+    pub(super) fn union(&self, other: &Self) -> Self {
+        let (long, short) = if self.words.len() < other.words.len() { (other, self) } else { (self, other) };
+        let mut all = long.clone();
+        for (word, more) in all.words.iter_mut().zip(&short.words) {
+            *word |= more;
+        }
+        all
+    }
+
     /// How many are in.
     pub(super) fn count(&self) -> u64 {
         self.words.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
     /// All ids, in order.
-    pub(super) fn iter(&self) -> impl Iterator<Item = u32> + '_ {
-        self.words.iter().enumerate().flat_map(|(at, word)| {
+    pub(super) fn each(&self, mut take: impl FnMut(u32)) {
+        for (at, word) in self.words.iter().enumerate() {
             let mut left = *word;
-            std::iter::from_fn(move || {
-                (left != 0).then(|| {
-                    let bit = left.trailing_zeros();
-                    left &= left - 1;
-                    (at as u32) << 6 | bit
-                })
-            })
-        })
+            while left != 0 {
+                take((at as u32) << 6 | left.trailing_zeros());
+                left &= left - 1;
+            }
+        }
     }
 }
 
@@ -62,8 +69,17 @@ mod tests {
         for (id, new) in [(700, true), (3, true), (64, true), (63, true), (3, false)] {
             assert_eq!(bits.insert(id), new);
         }
-        assert_eq!(bits.iter().collect::<Vec<_>>(), [3, 63, 64, 700]);
+        let all = |bits: &Bits| {
+            let mut ids = Vec::new();
+            bits.each(|id| ids.push(id));
+            ids
+        };
+        assert_eq!(all(&bits), [3, 63, 64, 700]);
         assert_eq!(bits.count(), 4);
         assert!(bits.contains(64) && !bits.contains(65));
+        let mut other = Bits::default();
+        other.insert(5);
+        assert_eq!(all(&bits.union(&other)), [3, 5, 63, 64, 700]);
+        assert_eq!(other.union(&bits).count(), 5);
     }
 }

@@ -19,10 +19,10 @@ struct Group {
     seen_again: Bits,
     /// Reported and found where a request may stand on it.
     judged: Bits,
-    /// Reported, or computed from a bad one and in the cache.
-    bad: Bits,
-    /// Bad and perhaps in the cache.
-    evict: Bits,
+    /// At or behind the first bad block of a request, and perhaps in the cache.
+    tainted: Bits,
+    /// Reported and perhaps in the cache, whether or not a request stands on it.
+    cached: Bits,
 }
 
 /// What `need` asks of a table: its size in tokens, once.
@@ -164,7 +164,6 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
                 for (number, group) in self.numbers.iter().zip(&mut self.groups) {
                     if report.group.is_none_or(|g| g == *number) {
                         group.invalid.insert(report.block.0);
-                        group.bad.insert(report.block.0);
                     }
                 }
                 self.reports.push(report);
@@ -199,7 +198,7 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
                 if position < to {
                     // Also where the group does not look any more, it must not be found by somebody who does.
                     if position < cached {
-                        group.evict.insert(*id);
+                        group.cached.insert(*id);
                     }
                     if position >= from {
                         group.judged.insert(*id);
@@ -228,13 +227,14 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
         for table in &holder.tables {
             let start = ((from / block_tokens(table)) as usize).min(table.blocks.len());
             let end = cached(holder, table).max(start);
-            let (pool, null) = (self.situation.pool, self.situation.null);
+            let pool = self.situation.pool;
+            // No block has the highest id of all, since ids are below the pool's size.
+            let BlockId(null) = self.situation.null.unwrap_or(BlockId(u32::MAX));
             let mut new = false;
             if let Some(group) = self.group(table) {
                 for BlockId(id) in table.blocks.get(start..end).unwrap_or_default() {
-                    if *id < pool && null != Some(BlockId(*id)) {
-                        new |= group.bad.insert(*id);
-                        group.evict.insert(*id);
+                    if *id < pool && *id != null {
+                        new |= group.tainted.insert(*id);
                     }
                 }
             }
@@ -262,7 +262,7 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
         }
     }
 
-    /// A bad token on which the request stands, before one that is known.
+    /// A bad token on which the request stands, before one that is known. Reported blocks are known.
     fn first_bad_before(&mut self, holder: &Holder<'_, K>, known: Option<u32>) -> Option<u32> {
         let base = base(holder);
         let mut found = None;
@@ -274,7 +274,7 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
             let (from, to) = (needed_from(table, base), covering(table, base).min(limit));
             let Some(group) = self.group(table) else { continue };
             let part = table.blocks.get(from..to.max(from)).unwrap_or_default();
-            if let Some(at) = part.iter().position(|BlockId(id)| group.bad.contains(*id)) {
+            if let Some(at) = part.iter().position(|BlockId(id)| group.tainted.contains(*id)) {
                 found = Some(first_token(table, from + at));
             }
         }
@@ -300,7 +300,13 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
         // Groups that need everything before the position set a limit once: what they need only shrinks with it.
         for table in holder.tables.iter().filter(|t| !matches!(t.need, Need::Window { .. })) {
             let end = (keep / block_tokens(table)) as usize;
-            if let Some(position) = self.unsound(holder, table, 0..end) {
+            let missing = |position: &usize| !table.blocks.get(*position).is_some_and(|b| self.exists(*b));
+            let stop = match table.need {
+                // It looked at all of its blocks where it stands: before the first bad one there is none.
+                Need::All => (0..end).find(missing),
+                Need::From { .. } | Need::Window { .. } => self.unsound(holder, table, 0..end),
+            };
+            if let Some(position) = stop {
                 keep = floor(first_token(table, position));
             }
         }
@@ -332,7 +338,8 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
             if holder.lost { (loaded_from(holder) / block_tokens(table)) as usize } else { usize::MAX };
         positions.find(|position| {
             let sound = |block: &BlockId| {
-                self.exists(*block) && group.is_some_and(|group| !group.bad.contains(block.0))
+                self.exists(*block)
+                    && group.is_some_and(|g| !g.invalid.contains(block.0) && !g.tainted.contains(block.0))
             };
             *position >= lost_from || !table.blocks.get(*position).is_some_and(sound)
         })
@@ -357,10 +364,16 @@ impl<'a, K: Clone + Ord> Court<'a, K> {
         }
         self.remarks.unknown.sort_unstable();
         self.remarks.shared = self.groups.iter().map(|group| group.seen_again.count()).sum();
+        let unheld = !evict.is_empty();
         for (number, group) in self.numbers.iter().zip(&self.groups) {
-            evict.extend(group.evict.iter().map(|id| BlockRef::of(*number, id)));
+            let all = group.tainted.union(&group.cached);
+            evict.reserve(all.count() as usize);
+            all.each(|id| evict.push(BlockRef::of(*number, id)));
         }
-        evict.sort_unstable();
+        // Groups and their ids come in order; what nobody holds stands before them, where it may not belong.
+        if unheld {
+            evict.sort_unstable();
+        }
         // Lists do not tell where in the input a request stood.
         for keys in [&mut self.remarks.short, &mut self.remarks.beyond_pool, &mut self.remarks.contradicting]
         {
