@@ -4,9 +4,11 @@ pub mod blocks;
 mod policy;
 pub mod retry;
 
-pub use blocks::{BlockRef, GroupTable, Holder, Judged, LoadState, Need, Resume, Situation, judge, resume};
+pub use blocks::{
+    BlockRef, Cut, GroupTable, Holder, Judged, LoadState, Need, Remarks, Resume, Situation, judge, resume,
+};
 pub use policy::{Decision, FailedLoad, Policy, UnknownPolicy, decide};
 pub use retry::{
-    Admission, Advice, ConfigError, Directive, Evidence, Fallback, LoadFacts, Recovery, RecoveryConfig,
-    RecoveryStats, Refusal, Source, advice,
+    Admission, Advice, BreakerState, ConfigError, Directive, Evidence, Fallback, LoadFacts, Recovery,
+    RecoveryConfig, RecoveryStats, Refusal, Source, advice,
 };

@@ -256,6 +256,24 @@ fn repeated_and_late_reports_are_counted_and_change_nothing() {
 }
 
 #[test]
+fn a_time_that_was_set_for_something_else_does_nothing() {
+    let mut m = machine(config());
+    failed(&mut m, 0, facts(1, "p", LoadFailure::ReadFailed));
+    m.request_gone(at(90), &1);
+    // The same name again: the wait begins anew.
+    failed(&mut m, 90, facts(1, "p", LoadFailure::ReadFailed));
+    assert_eq!(passed(&mut m, 110), []);
+    assert!(m.waits_until(&1).is_some_and(|due| due >= at(140)));
+    // A peer that is heard of is not forgotten when it would have been.
+    m.request_gone(at(110), &1);
+    m.load_succeeded(at(400_000), &2, &"p");
+    passed(&mut m, 700_000);
+    assert_eq!(m.peer_count(), 1);
+    passed(&mut m, 1_000_000);
+    assert_eq!((m.peer_count(), m.next_deadline()), (0, None));
+}
+
+#[test]
 fn the_table_of_peers_is_bounded_and_forgets_the_idle() {
     let mut m = machine(RecoveryConfig { peers_max: 2, policy: Policy::Recompute, ..config() });
     failed(&mut m, 0, facts(1, "dead", LoadFailure::PeerLost));

@@ -212,3 +212,10 @@ fn the_cut_is_valid_in_every_group() {
     assert_eq!(keep(&[full, kept], &[BlockRef::any(36)]), 80);
     assert_eq!(keep(&[full, kept], &[BlockRef::any(36), BlockRef::any(32)]), 16);
 }
+
+#[test]
+fn lists_by_group_are_blocks_of_their_groups() {
+    let list = |ids: &[u32]| ids.iter().copied().map(BlockId).collect();
+    let blocks = BlockRef::of_lists(&[list(&[4, 6]), list(&[]), list(&[1])]);
+    assert_eq!(blocks, [BlockRef::of(0, 4), BlockRef::of(0, 6), BlockRef::of(2, 1)]);
+}

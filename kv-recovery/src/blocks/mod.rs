@@ -30,7 +30,8 @@ mod judge;
 
 use std::num::NonZeroU32;
 
-use kv_proto::BlockId;
+use kv_proto::blocks::BLOCKS_MAX;
+use kv_proto::{BlockId, BlockList};
 
 use crate::Policy;
 
@@ -54,6 +55,15 @@ impl BlockRef {
     /// A block of this group.
     pub const fn of(group: u32, block: u32) -> Self {
         Self { group: Some(group), block: BlockId(block) }
+    }
+
+    /// The blocks of lists by group, as [`FailedLoad::invalid`](crate::FailedLoad::invalid) has them: list `i` is of
+    /// group `i`. What a list names beyond [`BLOCKS_MAX`] blocks was made up, and is left out.
+    pub fn of_lists(lists: &[BlockList]) -> Vec<Self> {
+        let of = |(group, list): (u32, &BlockList)| -> Vec<Self> {
+            list.iter().take(BLOCKS_MAX as usize).map(|block| Self { group: Some(group), block }).collect()
+        };
+        (0..).zip(lists).flat_map(of).collect()
     }
 }
 

@@ -83,7 +83,7 @@ impl Default for RecoveryConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// A number or time that must not be zero is. A time below a millisecond counts as zero.
+    /// A time is too short to be meant.
     #[error("{field} is {value:?}, at least {least:?} is needed")]
     TooShort {
         /// The field.
