@@ -1,4 +1,5 @@
-//! The rule itself. Each table is looked through a bounded number of times, a bit test per block.
+//! The rule itself: each table is looked through once for reported blocks, then, if a cached block became bad, once
+//! more for those and again for each link of a chain that the first look could not follow; a bit test per block.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +26,7 @@ struct Group {
     cached: Bits,
 }
 
-/// What `need` asks of a table: its size in tokens, once.
+/// Tokens in a block, as a number to divide by.
 fn block_tokens(table: &GroupTable<'_>) -> u32 {
     table.block_tokens.get()
 }
