@@ -237,3 +237,19 @@ async fn a_shutdown_completes_what_is_kept_and_a_drop_ends_the_thread() {
     drop(kept);
     assert!(begun.elapsed() < Duration::from_secs(5), "T-11");
 }
+
+#[tokio::test]
+async fn the_limit_of_a_read_that_has_ended_does_not_end_the_next_of_its_name() {
+    let rig = Rig::under(&always(On::Read, Fault::Stall)).await;
+    let mut request = rig.request(1);
+    request.limits = SHORT;
+    rig.reader.read(request).unwrap();
+    rig.reader.cancel(OpId(1));
+    assert_eq!(rig.completion(1).await.result, Err(ReadError::Cancelled));
+    rig.reader.read(rig.request(1)).unwrap();
+    // Longer than the first one's limit, which must mean nothing.
+    let early = tokio::time::timeout(SHORT.stall * 3, rig.reader.next_event()).await;
+    assert!(early.is_err(), "{early:?}");
+    rig.reader.cancel(OpId(1));
+    assert_eq!(rig.completion(1).await.result, Err(ReadError::Cancelled));
+}
