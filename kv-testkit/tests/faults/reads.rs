@@ -116,12 +116,12 @@ async fn a_stalled_read_ends_by_its_limit_or_by_a_cancel() {
 
 #[tokio::test]
 async fn a_delayed_read_begins_later_but_within_its_limits() {
-    let rig = Rig::under(&always(On::Read, Fault::Delay { delay_ms: 40 })).await;
+    let rig = Rig::under(&always(On::Read, Fault::Delay { delay_ms: 300 })).await;
     let begun = Instant::now();
     rig.reader.read(rig.request(1)).unwrap();
     assert_eq!(rig.contents(), vec![OLD; BYTES], "nothing before the delay is over");
     assert_eq!(rig.completion(1).await.result, Ok(()));
-    assert!(begun.elapsed() >= Duration::from_millis(40));
+    assert!(begun.elapsed() >= Duration::from_millis(300));
     assert_eq!(rig.contents(), rig.bytes);
     let mut hurried = rig.request(2);
     hurried.limits = SHORT;
