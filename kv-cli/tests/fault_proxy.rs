@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdout};
 use std::time::{Duration, Instant};
 
 use common::proc::terminate;
-use common::{LIMIT, kvx, run, wait};
+use common::{LIMIT, Server, block_on, kvx, my_turn, prompt, reference, run, tokens, wait};
 use serde_json::Value;
 
 /// A server that sends back what it gets. It lives as long as the test's process.
@@ -259,4 +259,30 @@ fn the_example_is_a_plan_and_bad_ones_cost_exit_code_2() {
         assert_eq!(code, 2, "{err}");
         assert!(err.contains(words), "{words:?} is missing: {err}");
     }
+}
+
+#[test]
+fn the_handshake_of_real_engines_goes_through_the_proxy_by_the_routers_params() {
+    let _turn = my_turn();
+    let (p, d) = (Server::connected("p", &[]), Server::connected("d", &[]));
+    let port: SocketAddr = format!("127.0.0.1:{}", p.handshake_port).parse().unwrap();
+    block_on(async {
+        // The connections of a D that got nowhere may come again, so the faults have a proxy of their own.
+        for (plan, from_p) in
+            [("[[rules]]\nfault = 'garbage'", 0), ("[[rules]]\nfault = 'hang'", 0), ("", 40)]
+        {
+            let proxy = Proxy::before(port, plan);
+            let prompt = prompt(from_p + plan.len() as u32, 40);
+            let mut params = p.prefill("r", &prompt).await;
+            params["remote_port"] = proxy.address.port().into();
+            let (status, answer) = d.ask("r", &prompt, 5, &params).await;
+            assert_eq!((status, tokens(&answer)), (200, reference(&prompt, 5)), "{answer}");
+            let external = &answer["usage"]["prompt_tokens_details"]["external_tokens"];
+            assert_eq!(*external, from_p, "{plan}: {answer}");
+            let report = proxy.end("TERM");
+            assert!(report["connections"].as_u64() > Some(0), "{report}");
+        }
+        p.settled().await;
+        d.settled().await;
+    });
 }

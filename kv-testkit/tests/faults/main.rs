@@ -3,6 +3,7 @@
 
 mod messages;
 mod plans;
+mod proxy;
 mod reads;
 mod rig;
 mod rules;

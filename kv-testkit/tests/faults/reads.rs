@@ -116,12 +116,12 @@ async fn a_stalled_read_ends_by_its_limit_or_by_a_cancel() {
 
 #[tokio::test]
 async fn a_delayed_read_begins_later_but_within_its_limits() {
-    let rig = Rig::under(&always(On::Read, Fault::Delay { delay_ms: 40 })).await;
+    let rig = Rig::under(&always(On::Read, Fault::Delay { delay_ms: 300 })).await;
     let begun = Instant::now();
     rig.reader.read(rig.request(1)).unwrap();
     assert_eq!(rig.contents(), vec![OLD; BYTES], "nothing before the delay is over");
     assert_eq!(rig.completion(1).await.result, Ok(()));
-    assert!(begun.elapsed() >= Duration::from_millis(40));
+    assert!(begun.elapsed() >= Duration::from_millis(300));
     assert_eq!(rig.contents(), rig.bytes);
     let mut hurried = rig.request(2);
     hurried.limits = SHORT;
@@ -236,4 +236,20 @@ async fn a_shutdown_completes_what_is_kept_and_a_drop_ends_the_thread() {
     let begun = Instant::now();
     drop(kept);
     assert!(begun.elapsed() < Duration::from_secs(5), "T-11");
+}
+
+#[tokio::test]
+async fn the_limit_of_a_read_that_has_ended_does_not_end_the_next_of_its_name() {
+    let rig = Rig::under(&always(On::Read, Fault::Stall)).await;
+    let mut request = rig.request(1);
+    request.limits = SHORT;
+    rig.reader.read(request).unwrap();
+    rig.reader.cancel(OpId(1));
+    assert_eq!(rig.completion(1).await.result, Err(ReadError::Cancelled));
+    rig.reader.read(rig.request(1)).unwrap();
+    // Longer than the first one's limit, which must mean nothing.
+    let early = tokio::time::timeout(SHORT.stall * 3, rig.reader.next_event()).await;
+    assert!(early.is_err(), "{early:?}");
+    rig.reader.cancel(OpId(1));
+    assert_eq!(rig.completion(1).await.result, Err(ReadError::Cancelled));
 }
