@@ -157,7 +157,9 @@ impl Outcome {
 
     /// Whether the fault did anything. A killed D has taken its figures along, and what is random may miss.
     fn has_struck(&self) -> bool {
-        matches!(self.fault, FaultMode::KillDecode | FaultMode::Mixed) || !self.figures.reasons().is_empty()
+        matches!(self.fault, FaultMode::KillDecode | FaultMode::Mixed)
+            || !self.figures.reasons().is_empty()
+            || self.figures.sum("/workers/retried") > 0
     }
 
     fn pull_gbps(&self) -> f64 {
@@ -207,6 +209,7 @@ impl Outcome {
                 "ended": self.figures.sum("/recovered/ended"),
                 "tokens_recomputed": self.figures.sum("/recovered/tokens_recomputed"),
                 "tokens_kept": self.figures.sum("/recovered/tokens_kept"),
+                "pulls_retried": self.figures.sum("/workers/retried"),
             },
             "reasons": self.figures.reasons(),
             "loads_failed": failed,
@@ -314,11 +317,12 @@ impl Outcome {
                 String::new()
             } else {
                 format!(
-                    "recovery  {} requests went on after their load failed ({} tokens computed here, {} kept), {} ended; {}",
+                    "recovery  {} requests went on after their load failed ({} tokens computed here, {} kept), {} ended, {} pulls tried again; {}",
                     n("/recovered/requests"),
                     n("/recovered/tokens_recomputed"),
                     n("/recovered/tokens_kept"),
                     n("/recovered/ended"),
+                    n("/recovered/pulls_retried"),
                     n("/reasons")
                 )
             },

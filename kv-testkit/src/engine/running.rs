@@ -226,6 +226,7 @@ impl Running {
                 "renewals": sum(|c| c.renewals),
                 "expelled": sum(|c| c.expelled),
                 "pulls": sum(|c| c.pulls),
+                "retried": sum(|c| c.retried),
             },
         })
     }

@@ -96,6 +96,8 @@ pub struct WorkerCounters {
     pub expelled: u64,
     /// Pulls that have not ended.
     pub pulls: u64,
+    /// Times that a pull was tried again.
+    pub retried: u64,
 }
 
 /// From a worker.

@@ -217,6 +217,7 @@ impl Rig {
             renewals: stats.peers.renewals,
             expelled: stats.readers.expelled,
             pulls: stats.pulls,
+            retried: stats.retried,
         }
     }
 }

@@ -14,6 +14,7 @@
 //! held all the while.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use kv_proto::message::{OfferName, WorkerMessage};
@@ -31,8 +32,9 @@ use crate::ranges::{Side, check_groups, read_parts};
 
 #[derive(Debug, Clone, Hash)]
 enum State {
-    /// For its peer, and not before a time.
-    Waiting { groups: Vec<GroupBlocks>, until: Moment, not_before: Moment },
+    /// For its peer, and not before a time. `outage_counted`: the failure that it waits after was a try; the news that its
+    /// connection is lost is no other.
+    Waiting { groups: Vec<GroupBlocks>, until: Moment, not_before: Moment, outage_counted: bool },
     /// The transport owns the destination. `left` is what is not ordered yet, `doomed` why the result no longer counts.
     Reading { left: Portions, stats: LoadStats, until: Moment, doomed: Option<Failure> },
     /// Every byte is here; the producer is asked.
@@ -72,17 +74,35 @@ pub struct Pulls {
     pulls: BTreeMap<LoadId, Pull>,
     timers: Timers<LoadId>,
     ended: Vec<(LoadId, PullEnd)>,
+    stats: PullStats,
+}
+
+/// Counters. They only grow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PullStats {
+    /// Times that a pull was tried again.
+    pub retried: u64,
+}
+
+impl Hash for PullStats {
+    /// Counters are not state: two machines that differ in nothing else behave alike.
+    fn hash<H: Hasher>(&self, _: &mut H) {}
 }
 
 impl Pulls {
     /// Without pulls, over peers.
     pub fn new(peers: Peers) -> Self {
-        Self { peers, next: 0, pulls: BTreeMap::new(), timers: Timers::default(), ended: Vec::new() }
+        Self { peers, next: 0, pulls: BTreeMap::new(), timers: Timers::default(), ended: Vec::new(), stats: PullStats::default() }
     }
 
     /// The producers known.
     pub fn peers(&self) -> &Peers {
         &self.peers
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> PullStats {
+        self.stats
     }
 
     /// Pulls that have not ended.
@@ -154,7 +174,7 @@ impl Pulls {
         self.next = load.0.saturating_add(1);
         let (key, void) = self.peers.pull_began(now, config, peer, name, out);
         let until = now + config.limits.peer_wait;
-        let state = State::Waiting { groups, until, not_before: now };
+        let state = State::Waiting { groups, until, not_before: now, outage_counted: false };
         self.set(load, until);
         self.pulls
             .insert(load, Pull { name, peer: key, ordered_at: now, read: 0, verified: 0, retries: 0, state });
@@ -174,7 +194,7 @@ impl Pulls {
         out: &mut Vec<Decision>,
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let State::Waiting { groups, until: waited_until, not_before } = &mut pull.state else { return };
+        let State::Waiting { groups, until: waited_until, not_before, .. } = &mut pull.state else { return };
         let (waited_until, not_before) = (*waited_until, *not_before);
         if not_before > now {
             return;
@@ -354,13 +374,18 @@ impl Pulls {
         failure: Failure,
         out: &mut Vec<Decision>,
     ) {
-        match self.pulls.get_mut(&load) {
-            Some(pull) if pull.retries < config.limits.retries && may_pass(failure.reason) => {
-                // The peer is tried again by itself, since this pull wants it; its limit goes on.
-                pull.retries += 1;
-            }
-            _ => self.fail(now, config, load, failure, out),
+        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let State::Waiting { outage_counted, .. } = &mut pull.state else { return };
+        // The peer is tried again by itself, since this pull wants it; its limit goes on.
+        if may_pass(failure.reason) && std::mem::take(outage_counted) {
+            return;
         }
+        if may_pass(failure.reason) && pull.retries < config.limits.retries {
+            pull.retries += 1;
+            self.stats.retried += 1;
+            return;
+        }
+        self.fail(now, config, load, failure, out);
     }
 
     /// Ends a pull whose read has failed, or begins it again, after a while, with what is not here yet.
@@ -380,9 +405,10 @@ impl Pulls {
         let (was, groups) = (*was, left.clone().into_groups());
         let wait = config.limits.retry_min.saturating_mul(1 << pull.retries.min(20));
         pull.retries += 1;
+        self.stats.retried += 1;
         let not_before = now + wait.min(config.limits.retry_max);
         let until = not_before + config.limits.peer_wait;
-        pull.state = State::Waiting { groups, until, not_before };
+        pull.state = State::Waiting { groups, until, not_before, outage_counted: true };
         self.timers.clear(was, load);
         self.set(load, until);
         self.set(load, not_before);
