@@ -291,6 +291,7 @@ impl Pair {
                     }
                 },
                 Decision::CancelRead { load } => drop(self.cancelled.insert(load.0)),
+                Decision::Digest { of, .. } => panic!("nobody wants checksums here: {of:?}"),
                 Decision::Connect { link, .. } => panic!("{link:?} is not ours to make"),
             }
         }
