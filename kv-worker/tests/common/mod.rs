@@ -97,7 +97,12 @@ pub(crate) fn machine(name: &str, incarnation: u64) -> WorkerMachine {
     machine_with(name, incarnation, limits(), false)
 }
 
-fn machine_with(name: &str, incarnation: u64, limits: WorkerLimits, checksums: bool) -> WorkerMachine {
+pub(crate) fn machine_with(
+    name: &str,
+    incarnation: u64,
+    limits: WorkerLimits,
+    checksums: bool,
+) -> WorkerMachine {
     let config = WorkerConfig {
         engine: engine(name),
         incarnation: life(incarnation),
