@@ -70,6 +70,10 @@ pub struct Config {
     pub retry_min_ms: u64,
     /// Longest such wait.
     pub retry_max_ms: u64,
+    /// Whether a load counts as good only if the producer has found the digests of its blocks equal to its own: against
+    /// accidents of memory and of whatever moves the bytes, not against attacks. It is the consumer's choice; every
+    /// producer answers.
+    pub checksums: bool,
 }
 
 impl Default for Config {
@@ -103,6 +107,7 @@ impl Default for Config {
             confirm_limit_ms: 3_000,
             retry_min_ms: 500,
             retry_max_ms: 30_000,
+            checksums: false,
         }
     }
 }
@@ -257,6 +262,12 @@ impl Config {
                         return Err(ConfigError::Variable { name, value, expected: "a whole number" });
                     }
                 },
+                Some(serde_json::Value::Bool(_)) => match value.trim().parse::<bool>() {
+                    Ok(yes) => drop(given.insert(field, yes.into())),
+                    Err(_) => {
+                        return Err(ConfigError::Variable { name, value, expected: "true or false" });
+                    }
+                },
                 Some(_) => drop(given.insert(field, serde_json::Value::String(value))),
             }
         }
@@ -301,19 +312,20 @@ impl Config {
         if self.portion_bytes == 0 {
             return Err(ConfigError::Range { field: "portion_bytes", value: 0, min: 1, max: u64::MAX });
         }
-        let worker = self.peer_wait_ms + self.read_limit_ms + self.stall_limit_ms + self.confirm_limit_ms;
+        let mut worker = self.peer_wait_ms + self.read_limit_ms + self.stall_limit_ms + self.confirm_limit_ms;
+        let mut waits = "peer_wait_ms + read_limit_ms + stall_limit_ms + confirm_limit_ms";
+        if self.checksums {
+            // What was read is first compared, and then confirmed.
+            worker += self.confirm_limit_ms;
+            waits = "peer_wait_ms + read_limit_ms + stall_limit_ms + 2 x confirm_limit_ms, with checksums";
+        }
         let orders = [
             ("lease_ttl_ms", self.lease_ttl_ms, "lease_max_ms", self.lease_max_ms),
             ("lease_renewal_ms", self.lease_renewal_ms, "lease_max_ms", self.lease_max_ms),
             ("retry_min_ms", self.retry_min_ms, "retry_max_ms", self.retry_max_ms),
             ("stall_limit_ms", self.stall_limit_ms, "read_limit_ms", self.read_limit_ms),
             // The workers' own limits must have had their turn before the scheduler half gives up on them.
-            (
-                "peer_wait_ms + read_limit_ms + stall_limit_ms + confirm_limit_ms",
-                worker,
-                "load_limit_ms",
-                self.load_limit_ms,
-            ),
+            (waits, worker, "load_limit_ms", self.load_limit_ms),
         ];
         for (field, value, other, other_value) in orders {
             if value > other_value {
@@ -415,6 +427,25 @@ mod tests {
             wrong,
             "environment variable KV_CONNECTOR_LEASE_TTL_MS is \"soon\", which is not a whole number"
         );
+    }
+
+    #[test]
+    fn a_switch_is_true_or_false() {
+        assert!(!Config::default().checksums);
+        assert!(Config::from_json(r#"{"checksums": true}"#).unwrap().checksums);
+        assert!(vars(&[("KV_CONNECTOR_CHECKSUMS", " true")]).unwrap().checksums);
+        assert_eq!(
+            vars(&[("KV_CONNECTOR_CHECKSUMS", "1")]).unwrap_err().to_string(),
+            "environment variable KV_CONNECTOR_CHECKSUMS is \"1\", which is not true or false"
+        );
+    }
+
+    #[test]
+    fn checksums_need_time_for_two_answers() {
+        let config = Config { load_limit_ms: 26_000, ..Config::default() };
+        assert_eq!(config.check(), Ok(()));
+        let error = Config { checksums: true, ..config }.check().unwrap_err().to_string();
+        assert!(error.contains("2 x confirm_limit_ms, with checksums of 29000 is more"), "{error}");
     }
 
     #[test]

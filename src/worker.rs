@@ -98,6 +98,7 @@ impl WorkerConnector {
                 incarnation: identity.incarnation,
                 rank,
                 topology: identity.topology,
+                checksums: config.checksums,
                 limits: limits(config),
             },
             layout,

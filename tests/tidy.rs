@@ -202,15 +202,14 @@ fn licences_are_those_that_are_allowed() {
 #[test]
 fn rules_are_numbered_and_the_architecture_stays_short() {
     let rules = fs::read_to_string(root().join("docs/protocol.md")).unwrap();
-    let numbers: Vec<u32> = rules
+    // A rule keeps its number for good, and stands where a hand-over's life brings it.
+    let numbers: std::collections::BTreeSet<u32> = rules
         .lines()
         .filter_map(|line| line.strip_prefix("- **H-")?.split("**").next()?.parse().ok())
         .collect();
-    assert!(numbers.len() >= 20);
-    assert!(
-        numbers.iter().enumerate().all(|(i, n)| *n == i as u32 + 1),
-        "rules are numbered in order: {numbers:?}"
-    );
+    let count = rules.lines().filter(|line| line.starts_with("- **H-")).count();
+    assert!(count >= 20);
+    assert_eq!(numbers, (1..=count as u32).collect(), "rules are numbered without a gap, each once");
     let architecture = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
     assert!(architecture.lines().count() < 110, "ARCHITECTURE.md stays under two pages");
 }

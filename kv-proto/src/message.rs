@@ -6,6 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::blocks::BlockList;
 use crate::codec::{self, CodecError, WORKER_MESSAGE_MAX_BYTES};
 use crate::ids::{Attempt, EngineId, Incarnation, LeaseId, Rank};
 use crate::layout::Topology;
@@ -18,6 +19,24 @@ pub const LEASES_PER_MESSAGE_MAX: usize = 8_192;
 /// An offer as a consumer names it: the lease, and the digest of what was offered under it. Who does not know the
 /// digest renews nothing and ends nothing.
 pub type OfferName = (LeaseId, OfferDigest);
+
+/// Most positions one `Compare` speaks of; more are split over several messages.
+pub const COMPARED_MAX: u32 = 32_768;
+
+/// A digest of the bytes at one position of a load: of each region, in the layout's order, those of the block that
+/// the region's group names for the position. XXH3 of 64 bits: it tells accidents, not attacks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct BlockDigest(pub u64);
+
+/// Blocks of one group, by position.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct GroupList {
+    /// The block group.
+    pub group: u32,
+    /// Its blocks. Groups may have fewer than others.
+    pub blocks: BlockList,
+}
 
 /// Why a `Hello` was not welcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -125,6 +144,35 @@ pub enum WorkerMessage {
         /// How many blocks it was about.
         blocks: u32,
         /// Whether it held.
+        held: bool,
+    },
+    /// C: these are the digests of what is here. Are they those of your blocks?
+    Compare {
+        /// The lease.
+        lease: LeaseId,
+        /// Which try.
+        attempt: Attempt,
+        /// What was offered under the lease, as it reached the consumer.
+        offer: OfferDigest,
+        /// The position in the load that the first digest is of.
+        from: u32,
+        /// The producer's blocks that were read, each group once, in the order of the groups.
+        groups: Vec<GroupList>,
+        /// One digest for each position.
+        digests: Vec<BlockDigest>,
+    },
+    /// P: how many of your digests are those of my blocks, and whether the lease held until I had looked. Not
+    /// remembered, and not said of a lease that is not granted yet.
+    Compared {
+        /// The lease.
+        lease: LeaseId,
+        /// The try answered.
+        attempt: Attempt,
+        /// The position that the first digest was of.
+        from: u32,
+        /// How many are equal before the first that is not.
+        equal: u32,
+        /// Whether the lease held. If not, the number says nothing.
         held: bool,
     },
     /// P: it held until I got your `ReadDone`, and the offer is mine; unless you said `more`, for you it has ended.

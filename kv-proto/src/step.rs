@@ -254,6 +254,8 @@ pub enum LoadFailure {
     ConfirmTimedOut,
     /// The producer answered that the lease did not hold.
     Lapsed,
+    /// What arrived is not what the producer has.
+    Corrupt,
     /// It was cancelled by the engine.
     Cancelled,
     /// The worker is shutting down.
@@ -282,6 +284,7 @@ impl LoadFailure {
             Self::ReadFailed => "read_failed",
             Self::ConfirmTimedOut => "confirm_timed_out",
             Self::Lapsed => "lapsed",
+            Self::Corrupt => "corrupt",
             Self::Cancelled => "cancelled",
             Self::Closed => "closed",
             Self::ReportMissing => "report_missing",

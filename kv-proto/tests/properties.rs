@@ -8,7 +8,7 @@ use common::{
     FAILURES, HELLO_REFUSALS, LEASE_ENDS, LIFE, RELEASES, decode_all, encodings, engine, fingerprint,
 };
 use kv_proto::handshake::{Answer, EngineCard, HandshakeError, Query, RefusalCode, WorkerCard};
-use kv_proto::message::WorkerMessage;
+use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
 use kv_proto::params::EXTRA_KEY;
 use kv_proto::{
     Attempt, BlockId, BlockList, CodecError, ConsumerOrder, EngineId, GroupBlocks, Incarnation, LeaseId,
@@ -153,6 +153,30 @@ fn message() -> impl Strategy<Value = WorkerMessage> {
         (lease_id(), attempt(), any::<u32>(), any::<bool>()).prop_map(|(lease, attempt, blocks, held)| {
             WorkerMessage::Checked { lease, attempt, blocks, held }
         }),
+        (
+            lease_id(),
+            attempt(),
+            any::<u32>(),
+            vec((any::<u32>(), block_list(u32::MAX)), 0..4),
+            vec(any::<u64>(), 0..20)
+        )
+            .prop_map(|(lease, attempt, from, groups, digests)| WorkerMessage::Compare {
+                lease,
+                attempt,
+                offer: common::offer(),
+                from,
+                groups: groups.into_iter().map(|(group, blocks)| GroupList { group, blocks }).collect(),
+                digests: digests.into_iter().map(BlockDigest).collect(),
+            }),
+        (lease_id(), attempt(), any::<u32>(), any::<u32>(), any::<bool>()).prop_map(
+            |(lease, attempt, from, equal, held)| WorkerMessage::Compared {
+                lease,
+                attempt,
+                from,
+                equal,
+                held
+            }
+        ),
         (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::Confirmed { lease, attempt }),
         (lease_id(), attempt()).prop_map(|(lease, attempt)| WorkerMessage::Lapsed { lease, attempt }),
         (lease_id(), attempt(), select(&RELEASES[..])).prop_map(|(lease, attempt, reason)| {

@@ -54,6 +54,7 @@ fn machine(engine: &str, incarnation: u64) -> WorkerMachine {
         incarnation: life(incarnation),
         rank: Rank(0),
         topology: Topology { ranks: 1 },
+        checksums: false,
         limits: WorkerLimits::default(),
     };
     config.check().unwrap();

@@ -16,6 +16,9 @@ pub struct WorkerConfig {
     pub rank: Rank,
     /// How the engine is cut.
     pub topology: Topology,
+    /// Whether a load counts as good only if the producer has found the digests of its blocks equal to its own. For
+    /// what others read from here, their configuration decides.
+    pub checksums: bool,
     /// Limits.
     pub limits: WorkerLimits,
 }
@@ -37,9 +40,10 @@ pub struct WorkerLimits {
     pub read: Duration,
     /// A read without a single byte arriving.
     pub stall: Duration,
-    /// A producer's answer to `ReadDone`, repetitions included.
+    /// A producer's answer to `ReadDone`, repetitions included; and, with checksums, as long again before that for its
+    /// answer to `Compare`.
     pub confirm: Duration,
-    /// The wait before `ReadDone` is repeated.
+    /// The wait before `ReadDone` or `Compare` is repeated.
     pub confirm_repeat: Duration,
     /// Time between two renewals to one peer.
     pub renew_every: Duration,

@@ -8,19 +8,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kv_proto::handshake::{EngineCard, Query};
-use kv_proto::message::WorkerMessage;
+use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
 use kv_proto::{Fingerprint, LoadFailure, LoadId, Moment, PeerLocator, Plan, Report};
 use kv_transport::{Event, OpId, PeerId, ReadError, ReadLimits, ReadRequest, Transport};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
 
-use crate::machine::io::{Decision, Fact, Failure, LinkId};
+use crate::digest::Digester;
+use crate::machine::io::{Decision, DigestOf, Fact, Failure, LinkId};
 use crate::machine::peers::Peers;
 use crate::machine::worker::{WorkerMachine, WorkerStats};
 
 /// Most handshakes in progress at once; each has a thread of its own, since looking up a host can block.
 const HANDSHAKES_MAX: usize = 256;
+
+/// Most digests computed at once. They are bound by memory: more threads would take it from the engine for nothing.
+const DIGESTS_MAX: usize = 4;
 
 /// Most events taken before deadlines are looked at.
 const EVENTS_PER_TURN: usize = 1024;
@@ -102,9 +106,11 @@ pub(crate) struct Driver {
     pub(crate) transport: Arc<dyn Transport>,
     pub(crate) dialler: Arc<dyn Dial>,
     pub(crate) fingerprint: Fingerprint,
+    pub(crate) digester: Arc<Digester>,
     pub(crate) shared: Arc<Shared>,
 }
 
+type DigestEnd = (DigestOf, Result<Vec<BlockDigest>, Failure>);
 type DialEnd = (Arc<PeerLocator>, Result<EngineCard, Failure>);
 
 struct Running {
@@ -113,6 +119,9 @@ struct Running {
     facts: VecDeque<Fact>,
     decisions: Vec<Decision>,
     dials: JoinSet<DialEnd>,
+    digests: JoinSet<DigestEnd>,
+    /// Digests that wait for their turn.
+    to_digest: VecDeque<(DigestOf, Vec<GroupList>)>,
     links: BTreeMap<LinkId, PeerId>,
     names: BTreeMap<PeerId, LinkId>,
     next_accepted: u64,
@@ -127,6 +136,8 @@ impl Driver {
             facts: VecDeque::new(),
             decisions: Vec::new(),
             dials: JoinSet::new(),
+            digests: JoinSet::new(),
+            to_digest: VecDeque::new(),
             links: BTreeMap::new(),
             names: BTreeMap::new(),
             next_accepted: 0,
@@ -138,8 +149,8 @@ impl Driver {
     pub(crate) fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
         tokio::runtime::Builder::new_current_thread()
             .enable_time()
-            .max_blocking_threads(HANDSHAKES_MAX)
-            .thread_name("kv-handshake")
+            .max_blocking_threads(HANDSHAKES_MAX + DIGESTS_MAX)
+            .thread_name("kv-worker-aside")
             .build()
     }
 }
@@ -182,6 +193,7 @@ impl Running {
                     // The machine's own limit on the handshake ends it.
                     Err(error) => warn!(%error, "a handshake's thread failed"),
                 },
+                Some(ended) = self.digests.join_next() => self.digested(ended),
                 () = tokio::time::sleep_until(wake.into()) => {
                     // First everything that has arrived, then the deadlines.
                     for _ in 0..EVENTS_PER_TURN {
@@ -195,6 +207,9 @@ impl Running {
                             }
                             Ok(None) | Err(_) => break,
                         }
+                    }
+                    while let Some(ended) = self.digests.try_join_next() {
+                        self.digested(ended);
                     }
                     // The machine must have taken them, or a deadline would beat an answer that is here.
                     self.settle();
@@ -310,7 +325,38 @@ impl Running {
                 }
             }
             Decision::CancelRead { load } => self.driver.transport.cancel(OpId(load.0)),
+            Decision::Digest { of, groups } => {
+                self.to_digest.push_back((of, groups));
+                self.start_digests();
+            }
         }
+    }
+
+    /// Gives work to threads of its own, so that hashing delays no message and no deadline.
+    fn start_digests(&mut self) {
+        while self.digests.len() < DIGESTS_MAX
+            && let Some((of, groups)) = self.to_digest.pop_front()
+        {
+            let digester = self.driver.digester.clone();
+            self.digests.spawn_blocking(move || {
+                let failed = |detail: String| Failure::new(LoadFailure::BadBlocks, detail);
+                let work = std::panic::AssertUnwindSafe(|| digester.digest(&groups));
+                // The machine counts on an answer, whatever happens.
+                let digests = match std::panic::catch_unwind(work) {
+                    Ok(digests) => digests.map_err(|error| failed(error.to_string())),
+                    Err(_) => Err(failed("a digest's thread panicked".to_owned())),
+                };
+                (of, digests)
+            });
+        }
+    }
+
+    fn digested(&mut self, ended: Result<DigestEnd, tokio::task::JoinError>) {
+        match ended {
+            Ok((of, digests)) => self.take(Fact::Digested { of, digests }),
+            Err(error) => warn!(%error, "a digest's thread failed"),
+        }
+        self.start_digests();
     }
 
     fn send(&mut self, link: LinkId, message: &WorkerMessage) {
@@ -352,6 +398,7 @@ impl Running {
         };
         let (_, _) = tokio::join!(transport.shutdown(limit), tokio::time::timeout_at(until, drained));
         self.dials.abort_all();
+        self.digests.abort_all();
     }
 }
 

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod config;
+pub mod digest;
 mod driver;
 pub mod machine;
 pub mod portions;

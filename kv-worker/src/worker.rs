@@ -12,6 +12,7 @@ use thiserror::Error;
 use tokio::sync::mpsc;
 
 use crate::config::{WorkerConfig, WorkerConfigError};
+use crate::digest::Digester;
 use crate::driver::{Command, Dial, Driver, Shared};
 use crate::machine::pulls::LocalMemory;
 use crate::machine::worker::{WorkerMachine, WorkerStats};
@@ -99,6 +100,7 @@ impl Worker {
         layout.check(&memory_sizes)?;
         let mut regions = Vec::with_capacity(memories.len());
         let mut keys = Vec::with_capacity(memories.len());
+        let digester = Arc::new(Digester::new(layout.clone(), memories.clone()));
         for (index, memory) in memories.into_iter().enumerate() {
             let register = |source| WorkerError::Register { index, source };
             let region = transport.register(memory).map_err(register)?;
@@ -118,7 +120,7 @@ impl Worker {
         };
         let shared = Arc::new(Shared::new(Report::new(config.rank), on_report));
         let machine = WorkerMachine::new(config, LocalMemory { layout, regions }, transport.name());
-        let driver = Driver { machine, transport, dialler, fingerprint, shared: shared.clone() };
+        let driver = Driver { machine, transport, dialler, fingerprint, digester, shared: shared.clone() };
         let (commands, queue) = mpsc::unbounded_channel();
         let (end, done) = std::sync::mpsc::channel();
         let runtime = Driver::runtime().map_err(|e| WorkerError::Thread { kind: e.kind() })?;

@@ -57,7 +57,7 @@ fn consumer_order() -> impl Strategy<Value = ConsumerOrder> {
 }
 
 fn message() -> impl Strategy<Value = Result<WorkerMessage, CodecError>> {
-    (0..11u8, 0..5u64, 0..12u64, 0..3u64).prop_map(|(kind, lease, attempt, n)| {
+    (0..13u8, 0..5u64, 0..12u64, 0..3u64).prop_map(|(kind, lease, attempt, n)| {
         Ok(match kind {
             0 => hello(n, US),
             1 => hello(n, n),
@@ -70,6 +70,8 @@ fn message() -> impl Strategy<Value = Result<WorkerMessage, CodecError>> {
             7 => confirmed(lease % 3, attempt),
             8 => lapsed(lease % 3, attempt),
             9 => released(lease, attempt),
+            10 => compare(lease, attempt, n as u32, &[1, 2], &[n, n]),
+            11 => compared(lease % 3, attempt, 0, n as u32, lease < 4),
             _ => return Err(CodecError::TooLong { what: "worker message", bytes: 2, limit: 1 }),
         })
     })

@@ -24,6 +24,9 @@ enum Step {
     Deliver(usize),
     Lose(usize),
     EndRead(usize, bool),
+    /// Only with checksums: without them nobody would notice.
+    Spoil(usize),
+    EndDigest,
     Cut(usize),
     Pass(u64),
     Settle,
@@ -43,6 +46,8 @@ fn step() -> impl Strategy<Value = Step> {
         16 => (0..3usize).prop_map(Step::Deliver),
         2 => (0..3usize).prop_map(Step::Lose),
         10 => (0..3usize, prop::bool::weighted(0.8)).prop_map(|(read, ok)| Step::EndRead(read, ok)),
+        1 => (0..3usize).prop_map(Step::Spoil),
+        6 => Just(Step::EndDigest),
         2 => (0..2usize).prop_map(Step::Cut),
         4 => (0..300u64).prop_map(Step::Pass),
         1 => (0..3_000u64).prop_map(Step::Pass),
@@ -72,6 +77,12 @@ fn apply(pair: &mut Pair, step: Step) {
                 pair.end_read(load, if ok { Ok(()) } else { Err(LoadFailure::ReadFailed) });
             }
         }
+        Step::Spoil(index) => {
+            if let Some(load) = pair.reads.keys().nth(index).copied().filter(|_| pair.checksums) {
+                pair.end_read_spoilt(load);
+            }
+        }
+        Step::EndDigest => pair.end_digest(),
         Step::Cut(index) => {
             if let Some(link) = pair.links.keys().nth(index).copied() {
                 pair.cut(link);
@@ -90,6 +101,16 @@ proptest! {
     #[test]
     fn p1_p3_p6_no_wrong_byte_counts_and_everything_heals(steps in prop::collection::vec(step(), 0..150)) {
         let mut pair = Pair::new();
+        for step in steps {
+            apply(&mut pair, step);
+        }
+        pair.heal(PROMPTS, REQUESTS);
+    }
+
+    // H-18, H-28
+    #[test]
+    fn p1_p6_with_checksums_no_spoilt_byte_counts_either(steps in prop::collection::vec(step(), 0..150)) {
+        let mut pair = Pair::with_checksums(true);
         for step in steps {
             apply(&mut pair, step);
         }

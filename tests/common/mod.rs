@@ -2,6 +2,7 @@
 //! with memory whose every byte says where it comes from.
 #![allow(unreachable_pub, dead_code)] // Each test file uses a part of it.
 
+pub mod spoiler;
 pub mod valve;
 
 use std::ops::{Index, IndexMut};
@@ -16,6 +17,7 @@ use kv_connector::{
 };
 use serde_json::{Value, json};
 
+use self::spoiler::{Spoil, Spoiler};
 use self::valve::Valve;
 
 /// For what must happen, and on a busy machine may take its time.
@@ -59,6 +61,8 @@ pub struct Shape {
     pub gap: u64,
     /// Whether peers reach the workers through a valve.
     pub valve: bool,
+    /// What its workers read can be spoilt by this.
+    pub spoil: Option<Spoil>,
 }
 
 impl Shape {
@@ -74,6 +78,7 @@ impl Shape {
             heads: 2,
             gap: 16,
             valve: false,
+            spoil: None,
         }
     }
 
@@ -220,7 +225,14 @@ impl Engine {
                 memories: vec![memory.clone()],
                 on_report: Box::new(move || signal.ring()),
             };
-            let worker = WorkerConnector::start(&config, &identity, setup)?;
+            let worker = match &shape.spoil {
+                None => WorkerConnector::start(&config, &identity, setup)?,
+                Some(spoil) => {
+                    let inner = kv_connector::worker::open_transport(&config)?;
+                    let spoiler = Spoiler { inner, memory: memory.clone(), spoil: spoil.clone() };
+                    WorkerConnector::start_over(&config, &identity, setup, Arc::new(spoiler))?
+                }
+            };
             let card = worker.card()?;
             let seen = kv_connector::proto::handshake::WorkerCard::decode(&card).unwrap();
             let address = &seen.transports[0].address;
@@ -255,7 +267,7 @@ impl Engine {
     }
 
     /// Where a block's bytes lie, region by region.
-    fn places(&self, block: u32) -> Vec<(usize, std::ops::Range<usize>)> {
+    pub fn places(&self, block: u32) -> Vec<(usize, std::ops::Range<usize>)> {
         let regions = self.layout.regions.iter().enumerate();
         regions
             .map(|(index, r)| {
@@ -282,6 +294,15 @@ impl Engine {
         let mut bytes = vec![0; self.memories[rank].len()];
         self.memories[rank].read(0, &mut bytes).unwrap();
         bytes
+    }
+
+    /// Rank and place of each byte that is not as it should be.
+    pub fn wrong_bytes(&self) -> Vec<(usize, usize)> {
+        let wrong = |rank: usize| {
+            let (is, should) = (self.memory(rank), &self.images[rank]);
+            (0..is.len()).filter(|at| is[*at] != should[*at]).map(move |at| (rank, at)).collect::<Vec<_>>()
+        };
+        (0..self.memories.len()).flat_map(wrong).collect()
     }
 
     /// Every byte is as it should be, those between the blocks included.

@@ -3,7 +3,7 @@
 use kv_proto::handshake::{
     Answer, EngineCard, HandshakeError, Query, RefusalCode, TransportCard, WorkerCard,
 };
-use kv_proto::message::{HelloRefusal, WorkerMessage};
+use kv_proto::message::{BlockDigest, GroupList, HelloRefusal, WorkerMessage};
 use kv_proto::{
     Attempt, BlockId, BlockLayout, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint, GroupBlocks,
     Incarnation, LeaseEnd, LeaseId, LeaseRef, LeaseTerms, LoadFailure, LoadId, LoadStats, PROTOCOL_VERSION,
@@ -32,7 +32,7 @@ pub(crate) const RELEASES: [ReleaseReason; 7] = [
 pub(crate) const LEASE_ENDS: [LeaseEnd; 5] =
     [LeaseEnd::Confirmed, LeaseEnd::Released, LeaseEnd::Expired, LeaseEnd::ConsumerLost, LeaseEnd::Revoked];
 
-pub(crate) const FAILURES: [LoadFailure; 17] = [
+pub(crate) const FAILURES: [LoadFailure; 18] = [
     LoadFailure::HandshakeUnreachable,
     LoadFailure::HandshakeRefused,
     LoadFailure::Incompatible,
@@ -46,6 +46,7 @@ pub(crate) const FAILURES: [LoadFailure; 17] = [
     LoadFailure::ReadFailed,
     LoadFailure::ConfirmTimedOut,
     LoadFailure::Lapsed,
+    LoadFailure::Corrupt,
     LoadFailure::Cancelled,
     LoadFailure::Closed,
     LoadFailure::ReportMissing,
@@ -98,6 +99,21 @@ pub(crate) fn messages() -> Vec<(String, WorkerMessage)> {
         ("read_more".to_owned(), WorkerMessage::ReadDone { lease, attempt, offer: offer(), more: true }),
         ("check".to_owned(), WorkerMessage::Check { lease, attempt, offer: offer(), blocks: 7 }),
         ("checked".to_owned(), WorkerMessage::Checked { lease, attempt, blocks: 7, held: true }),
+        (
+            "compare".to_owned(),
+            WorkerMessage::Compare {
+                lease,
+                attempt,
+                offer: offer(),
+                from: 7,
+                groups: vec![
+                    GroupList { group: 0, blocks: [4, 5, 9].into_iter().map(BlockId).collect() },
+                    GroupList { group: 2, blocks: [70_000].into_iter().map(BlockId).collect() },
+                ],
+                digests: [0, 1 << 40, u64::MAX].map(BlockDigest).to_vec(),
+            },
+        ),
+        ("compared".to_owned(), WorkerMessage::Compared { lease, attempt, from: 7, equal: 2, held: true }),
         ("confirmed".to_owned(), WorkerMessage::Confirmed { lease, attempt }),
         ("lapsed".to_owned(), WorkerMessage::Lapsed { lease, attempt }),
     ];

@@ -151,6 +151,7 @@ impl Names {
             incarnation: self.incarnation(side, life),
             rank: Rank(rank as u32),
             topology: self.topology(),
+            checksums: false,
             limits,
         };
         WorkerMachine::new(config, LocalMemory { layout: layout(), regions: vec![RegionId(0)] }, "x")

@@ -86,7 +86,7 @@ pub(super) fn worker_config(
         Some(Canary::PeersNeverForgotten) => limits.peer_idle = EVER,
         _ => {}
     }
-    WorkerConfig { engine, incarnation, rank: Rank(rank as u32), topology, limits }
+    WorkerConfig { engine, incarnation, rank: Rank(rank as u32), topology, checksums: false, limits }
 }
 
 impl WorkerNode {
@@ -263,6 +263,8 @@ impl World {
             Decision::Send { link, message } => self.send(at, link, message),
             Decision::Read { load, link, parts } => self.begin_read(at, load, link, &parts),
             Decision::CancelRead { load } => self.cancel_read(at, load),
+            // No worker of a world wants checksums, so none is asked for any.
+            Decision::Digest { .. } => {}
         }
     }
 

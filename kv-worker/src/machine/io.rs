@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kv_proto::handshake::EngineCard;
-use kv_proto::message::WorkerMessage;
+use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
 use kv_proto::{CodecError, LoadFailure, LoadId, PeerLocator, Plan};
 use kv_transport::{Address, ReadPart};
 use thiserror::Error;
@@ -15,6 +15,20 @@ pub enum LinkId {
     Dialled(u64),
     /// From a consumer; numbered by the driver, never twice the same.
     Accepted(u64),
+}
+
+/// What digests are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum DigestOf {
+    /// A portion of a load of ours.
+    Load {
+        /// The load.
+        load: LoadId,
+        /// Position of the portion's first block.
+        from: u32,
+    },
+    /// A consumer's question, by its number.
+    Question(u64),
 }
 
 /// Why something that the driver was asked to do failed.
@@ -77,6 +91,13 @@ pub enum Fact {
         /// Whether every byte arrived.
         result: Result<(), Failure>,
     },
+    /// Digests were computed.
+    Digested {
+        /// What they are for.
+        of: DigestOf,
+        /// One for each position; or why there is none.
+        digests: Result<Vec<BlockDigest>, Failure>,
+    },
 }
 
 /// Something to be done by the driver. None of it is waited for; what comes of it is a later [`Fact`].
@@ -119,5 +140,12 @@ pub enum Decision {
     CancelRead {
         /// For which load.
         load: LoadId,
+    },
+    /// Compute digests of own blocks. [`Fact::Digested`] follows, whatever happens.
+    Digest {
+        /// What they are for.
+        of: DigestOf,
+        /// The blocks.
+        groups: Vec<GroupList>,
     },
 }

@@ -111,6 +111,8 @@ pub enum Change {
     NotHeld(Arc<PeerLocator>, Vec<OfferName>),
     /// The peer answers a `Check`: of how many blocks, and whether they are good.
     Checked(Arc<PeerLocator>, LeaseId, Attempt, u32, bool),
+    /// The peer answers a `Compare`: from which position on, how many were equal, and whether the lease held.
+    Compared(Arc<PeerLocator>, LeaseId, Attempt, (u32, u32, bool)),
     /// The peer answers a `ReadDone`.
     Answered(Arc<PeerLocator>, LeaseId, Attempt, bool),
 }
@@ -434,6 +436,7 @@ impl Peers {
                     WorkerMessage::Confirmed { .. }
                     | WorkerMessage::Lapsed { .. }
                     | WorkerMessage::Checked { .. }
+                    | WorkerMessage::Compared { .. }
                     | WorkerMessage::NotHeld { .. }
                     | WorkerMessage::Relist {},
                 ),
@@ -454,6 +457,9 @@ impl Peers {
             }
             (State::Ready { .. }, Some(WorkerMessage::Checked { lease, attempt, blocks, held })) => {
                 Some(Change::Checked(key, lease, attempt, blocks, held))
+            }
+            (State::Ready { .. }, Some(WorkerMessage::Compared { lease, attempt, from, equal, held })) => {
+                Some(Change::Compared(key, lease, attempt, (from, equal, held)))
             }
             (State::Ready { .. }, Some(WorkerMessage::Confirmed { lease, attempt })) => {
                 Some(Change::Answered(key, lease, attempt, true))

@@ -2,13 +2,15 @@
 //!
 //! ```text
 //!  Waiting ──peer ready──► Reading ──every byte here──► Confirming ──Confirmed──► Loaded
-//!     │                       │                             └──Lapsed, no answer──► Failed
+//!     │                       │  └──with checksums──► Comparing ──equal──┘│
+//!     │                       │                          └──not equal, ───┴──Lapsed, no answer──► Failed
+//!     │                       │                             no answer
 //!     └──peer failed, ────────┴──failed, cancelled──► Failed
 //!        late, cancelled         (reported when the transport is quiet, not before)
 //! ```
 //!
 //! A large load is read in portions. While the next one is read, the producer is asked whether the lease held for the
-//! last one; what it confirmed stays good whatever becomes of the rest.
+//! last one; what it confirmed stays good whatever becomes of the rest. With checksums it is asked to compare instead.
 //!
 //! *Read, then ask*: what was read counts only when the producer has confirmed, after the last byte, that the lease
 //! held all the while.
@@ -25,10 +27,14 @@ use kv_proto::{
 use kv_transport::RegionId;
 
 use crate::config::WorkerConfig;
-use crate::machine::io::{Decision, Failure};
+use crate::machine::io::{Decision, DigestOf, Failure};
 use crate::machine::peers::{Change, End, Peers, Standing};
 use crate::portions::Portions;
 use crate::ranges::{Side, check_groups, read_parts};
+
+mod compare;
+
+use compare::Comparison;
 
 #[derive(Debug, Clone, Hash)]
 enum State {
@@ -37,6 +43,8 @@ enum State {
     Waiting { groups: Vec<GroupBlocks>, until: Moment, not_before: Moment, outage_counted: bool },
     /// The transport owns the destination. `left` is what is not ordered yet, `doomed` why the result no longer counts.
     Reading { left: Portions, stats: LoadStats, until: Moment, doomed: Option<Failure> },
+    /// Every byte is here; the producer has not yet said of all of them that they are its own.
+    Comparing { stats: LoadStats, read_at: Moment, until: Moment, repeat_at: Moment },
     /// Every byte is here; the producer is asked.
     /// `more`: others of ours still read under the lease. It is said alike each time that it is asked.
     Confirming { stats: LoadStats, read_at: Moment, until: Moment, repeat_at: Moment, more: bool },
@@ -53,6 +61,8 @@ struct Pull {
     verified: u32,
     /// How often it was tried again.
     retries: u32,
+    /// With checksums.
+    comparison: Option<Comparison>,
     state: State,
 }
 
@@ -92,7 +102,14 @@ impl Hash for PullStats {
 impl Pulls {
     /// Without pulls, over peers.
     pub fn new(peers: Peers) -> Self {
-        Self { peers, next: 0, pulls: BTreeMap::new(), timers: Timers::default(), ended: Vec::new(), stats: PullStats::default() }
+        Self {
+            peers,
+            next: 0,
+            pulls: BTreeMap::new(),
+            timers: Timers::default(),
+            ended: Vec::new(),
+            stats: PullStats::default(),
+        }
     }
 
     /// The producers known.
@@ -176,8 +193,10 @@ impl Pulls {
         let until = now + config.limits.peer_wait;
         let state = State::Waiting { groups, until, not_before: now, outage_counted: false };
         self.set(load, until);
-        self.pulls
-            .insert(load, Pull { name, peer: key, ordered_at: now, read: 0, verified: 0, retries: 0, state });
+        let comparison = config.checksums.then(Comparison::default);
+        let (read, verified, retries) = (0, 0, 0);
+        let pull = Pull { name, peer: key, ordered_at: now, read, verified, retries, comparison, state };
+        self.pulls.insert(load, pull);
         if void {
             return self.fail(now, config, load, not_held(), out);
         }
@@ -255,6 +274,9 @@ impl Pulls {
                 return self.fail(now, config, load, failure, out);
             }
         };
+        if let Some(comparison) = &mut pull.comparison {
+            comparison.ordered(groups);
+        }
         let ranges = parts.iter().flat_map(|part| &part.ranges);
         let bytes: u64 = ranges.clone().map(|r| r.len).sum();
         stats.bytes += bytes;
@@ -306,6 +328,11 @@ impl Pulls {
                 self.timers.clear(until, load);
                 false
             }
+            State::Comparing { until, repeat_at, .. } => {
+                self.timers.clear(until, load);
+                self.timers.clear(repeat_at, load);
+                false
+            }
             State::Confirming { until, repeat_at, .. } => {
                 self.timers.clear(until, load);
                 self.timers.clear(repeat_at, load);
@@ -317,13 +344,25 @@ impl Pulls {
 
     fn cancel(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, out: &mut Vec<Decision>) {
         let cancelled = Failure::new(LoadFailure::Cancelled, "cancelled by the engine");
+        self.spoil(now, config, load, cancelled, out);
+    }
+
+    /// Ends a pull badly: now if the destination is quiet, else when it is.
+    fn spoil(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        load: LoadId,
+        failure: Failure,
+        out: &mut Vec<Decision>,
+    ) {
         match self.pulls.get_mut(&load).map(|pull| &mut pull.state) {
             None => {}
-            Some(State::Waiting { .. } | State::Confirming { .. }) => {
-                self.fail(now, config, load, cancelled, out)
+            Some(State::Waiting { .. } | State::Comparing { .. } | State::Confirming { .. }) => {
+                self.fail(now, config, load, failure, out)
             }
             Some(State::Reading { doomed, .. }) => {
-                doomed.get_or_insert(cancelled);
+                doomed.get_or_insert(failure);
                 out.push(Decision::CancelRead { load });
             }
         }
@@ -347,19 +386,44 @@ impl Pulls {
         if let Err(failure) = result {
             return self.fail_or_read_again(now, config, load, failure, out);
         }
-        pull.read = left.taken();
+        let from = std::mem::replace(&mut pull.read, left.taken());
+        if let Some(groups) = pull.comparison.as_mut().and_then(|comparison| comparison.arrived(from)) {
+            out.push(Decision::Digest { of: DigestOf::Load { load, from }, groups });
+        }
         if !left.is_over() {
-            self.check(load, out);
+            if pull.comparison.is_none() {
+                self.check(load, out);
+            }
             return self.read_portion(now, config, local, load, out);
         }
-        let was = *until;
         let mut stats = *stats;
         stats.read_us = micros(now.since(pull.ordered_at));
+        self.timers.clear(*until, load);
+        if pull.comparison.as_ref().is_none_or(Comparison::is_over) {
+            return self.confirm(now, config, load, stats, now, out);
+        }
+        let until = now + config.limits.confirm;
+        let repeat_at = now + config.limits.confirm_repeat;
+        pull.state = State::Comparing { stats, read_at: now, until, repeat_at };
+        self.set(load, until);
+        self.set(load, repeat_at);
+    }
+
+    /// Everything is here and, with checksums, equal: did the lease hold?
+    fn confirm(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        load: LoadId,
+        stats: LoadStats,
+        read_at: Moment,
+        out: &mut Vec<Decision>,
+    ) {
+        let Some(pull) = self.pulls.get_mut(&load) else { return };
         let more = self.peers.pull_asks(&pull.peer, pull.name);
         let until = now + config.limits.confirm;
         let repeat_at = now + config.limits.confirm_repeat;
-        pull.state = State::Confirming { stats, read_at: now, until, repeat_at, more };
-        self.timers.clear(was, load);
+        pull.state = State::Confirming { stats, read_at, until, repeat_at, more };
         self.set(load, until);
         self.set(load, repeat_at);
         self.ask(load, out);
@@ -471,6 +535,7 @@ impl Pulls {
                 for load in self.of_peer(&peer) {
                     match self.pulls.get(&load).map(|pull| &pull.state) {
                         Some(State::Waiting { .. }) => self.begin(now, config, local, load, out),
+                        Some(State::Comparing { .. }) => self.ask_to_compare(load, 0..u32::MAX, out),
                         Some(State::Confirming { .. }) => self.ask(load, out),
                         Some(State::Reading { .. }) | None => {}
                     }
@@ -486,22 +551,21 @@ impl Pulls {
             Change::NotHeld(peer, leases) => {
                 let leases: BTreeSet<OfferName> = leases.into_iter().collect();
                 for load in self.of_peer(&peer) {
-                    match self.pulls.get_mut(&load) {
-                        Some(Pull { name, state, .. }) if leases.contains(name) => match state {
-                            State::Waiting { .. } => self.fail(now, config, load, not_held(), out),
-                            State::Reading { doomed, .. } => {
-                                doomed.get_or_insert_with(not_held);
-                                out.push(Decision::CancelRead { load });
-                            }
-                            // The lease is over because we ended it; the answer is on its way.
-                            State::Confirming { .. } => {}
-                        },
+                    match self.pulls.get(&load) {
+                        // The lease is over because we ended it; the answer is on its way.
+                        Some(Pull { state: State::Confirming { .. }, .. }) => {}
+                        Some(Pull { name, .. }) if leases.contains(name) => {
+                            self.spoil(now, config, load, not_held(), out);
+                        }
                         _ => {}
                     }
                 }
             }
             Change::Checked(peer, lease, attempt, blocks, held) => {
                 self.checked(&peer, lease, LoadId(attempt.0), blocks, held, out);
+            }
+            Change::Compared(peer, lease, attempt, answer) => {
+                self.compared(now, config, &peer, lease, LoadId(attempt.0), answer, out);
             }
             Change::Answered(peer, lease, attempt, confirmed) => {
                 self.answered(now, config, &peer, lease, attempt, confirmed, out);
@@ -550,16 +614,7 @@ impl Pulls {
         let closed = || Failure::new(LoadFailure::Closed, "the worker is shutting down");
         let all: Vec<LoadId> = self.pulls.keys().copied().collect();
         for load in all {
-            match self.pulls.get_mut(&load).map(|pull| &mut pull.state) {
-                Some(State::Waiting { .. } | State::Confirming { .. }) => {
-                    self.fail(now, config, load, closed(), out)
-                }
-                Some(State::Reading { doomed, .. }) => {
-                    doomed.get_or_insert_with(closed);
-                    out.push(Decision::CancelRead { load });
-                }
-                None => {}
-            }
+            self.spoil(now, config, load, closed(), out);
         }
     }
 
@@ -601,6 +656,16 @@ impl Pulls {
                 self.timers.set(*until, load);
                 out.push(Decision::CancelRead { load });
             }
+            State::Comparing { until, .. } if *until <= now => {
+                let detail =
+                    format!("not compared with what engine {engine} has within {:?}", config.limits.confirm);
+                self.fail(now, config, load, Failure::new(LoadFailure::ConfirmTimedOut, detail), out);
+            }
+            State::Comparing { repeat_at, .. } if *repeat_at <= now => {
+                *repeat_at = now + config.limits.confirm_repeat;
+                self.timers.set(*repeat_at, load);
+                self.ask_to_compare(load, 0..u32::MAX, out);
+            }
             State::Confirming { until, .. } if *until <= now => {
                 let detail = format!("engine {engine} did not confirm within {:?}", config.limits.confirm);
                 self.fail(now, config, load, Failure::new(LoadFailure::ConfirmTimedOut, detail), out);
@@ -614,7 +679,10 @@ impl Pulls {
             State::Waiting { not_before, .. } if *not_before <= now => {
                 self.begin(now, config, local, load, out)
             }
-            State::Waiting { .. } | State::Reading { .. } | State::Confirming { .. } => {}
+            State::Waiting { .. }
+            | State::Reading { .. }
+            | State::Comparing { .. }
+            | State::Confirming { .. } => {}
         }
     }
 }

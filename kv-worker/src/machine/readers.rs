@@ -9,11 +9,23 @@ use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 
 use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, OfferName, WorkerMessage};
-use kv_proto::{Attempt, CodecError, LeaseId, Moment, PROTOCOL_VERSION, Plan, ProducerOrder, Timers};
+use kv_proto::{
+    Attempt, BlockLayout, CodecError, LeaseId, Moment, PROTOCOL_VERSION, Plan, ProducerOrder, Timers,
+};
 
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, LinkId};
 use crate::machine::ledger::{Answer, Ending, LateAnswer, Ledger, Reader, ReaderEnding};
+
+mod questions;
+
+use questions::{Asked, Questions};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum TimerKey {
+    Link(LinkId),
+    Question(u64),
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Link {
@@ -30,6 +42,10 @@ pub struct ReaderStats {
     pub unwelcome: u64,
     /// Connections let go because they broke the protocol or never said who they are.
     pub expelled: u64,
+    /// Questions whether blocks are like ours that were looked into.
+    pub compared: u64,
+    /// Of these, how many found a difference.
+    pub unequal: u64,
 }
 
 impl Hash for ReaderStats {
@@ -42,14 +58,21 @@ impl Hash for ReaderStats {
 pub struct Readers {
     ledger: Ledger,
     links: BTreeMap<LinkId, Link>,
-    timers: Timers<LinkId>,
+    questions: Questions,
+    timers: Timers<TimerKey>,
     stats: ReaderStats,
 }
 
 impl Readers {
     /// Without connections, over a ledger.
     pub fn new(ledger: Ledger) -> Self {
-        Self { ledger, links: BTreeMap::new(), timers: Timers::default(), stats: ReaderStats::default() }
+        Self {
+            ledger,
+            links: BTreeMap::new(),
+            questions: Questions::default(),
+            timers: Timers::default(),
+            stats: ReaderStats::default(),
+        }
     }
 
     /// The ledger.
@@ -88,6 +111,7 @@ impl Readers {
         for late in self.ledger.take_late_answers() {
             self.answer_late(late, out);
         }
+        self.answer_waiting(out);
         self.tell_not_held(out);
     }
 
@@ -125,14 +149,15 @@ impl Readers {
     /// A consumer connected; it has until the limit to say who it is.
     pub fn accepted(&mut self, now: Moment, config: &WorkerConfig, link: LinkId) {
         let until = now + config.limits.connect;
-        self.timers.set(until, link);
+        self.timers.set(until, TimerKey::Link(link));
         self.links.insert(link, Link::Ungreeted { until });
     }
 
     /// A consumer's connection is gone. If it was its last one, it has the leases' grace to come back.
     pub fn lost(&mut self, now: Moment, link: LinkId) {
+        self.questions_lost(link);
         match self.links.remove(&link) {
-            Some(Link::Ungreeted { until }) => self.timers.clear(until, link),
+            Some(Link::Ungreeted { until }) => self.timers.clear(until, TimerKey::Link(link)),
             Some(Link::Greeted { reader, .. }) => {
                 if self.newest_link(reader).is_none() {
                     self.ledger.reader_lost(now, reader);
@@ -148,11 +173,12 @@ impl Readers {
         out.push(Decision::Disconnect { link });
     }
 
-    /// A consumer said something.
+    /// A consumer said something. The layout is that of our blocks.
     pub fn message(
         &mut self,
         now: Moment,
         config: &WorkerConfig,
+        layout: &BlockLayout,
         link: LinkId,
         message: Result<WorkerMessage, CodecError>,
         out: &mut Vec<Decision>,
@@ -183,7 +209,7 @@ impl Readers {
                     // It is let go when it has gone by itself, or at the limit that is running.
                     return;
                 }
-                self.timers.clear(until, link);
+                self.timers.clear(until, TimerKey::Link(link));
                 let expected = readers.map_or(1, |readers| readers.len() as u32);
                 let reader = Reader { incarnation, rank };
                 self.links.insert(link, Link::Greeted { reader, expected, next_seq: 0 });
@@ -212,6 +238,13 @@ impl Readers {
                     let message = WorkerMessage::Checked { lease, attempt, blocks, held };
                     out.push(Decision::Send { link, message });
                 }
+            }
+            (
+                Link::Greeted { reader, .. },
+                WorkerMessage::Compare { lease, attempt, offer, from, groups, digests },
+            ) if questions::fits(layout, &groups, &digests) => {
+                let asked = Asked { name: (lease, offer), attempt, from, theirs: digests };
+                self.compare(now, config, link, reader, asked, groups, out);
             }
             (
                 Link::Greeted { reader, expected, .. },
@@ -268,11 +301,16 @@ impl Readers {
     /// Lets deadlines pass that have come.
     pub fn time_passed(&mut self, now: Moment, out: &mut Vec<Decision>) {
         self.ledger.time_passed(now);
-        while let Some(link) = self.timers.due(now) {
-            if let Some(Link::Ungreeted { until }) = self.links.get(&link)
-                && *until <= now
-            {
-                self.expel(now, link, out);
+        while let Some(key) = self.timers.due(now) {
+            match key {
+                TimerKey::Link(link) => {
+                    if let Some(Link::Ungreeted { until }) = self.links.get(&link)
+                        && *until <= now
+                    {
+                        self.expel(now, link, out);
+                    }
+                }
+                TimerKey::Question(number) => self.question_late(now, number),
             }
         }
         self.tell_not_held(out);

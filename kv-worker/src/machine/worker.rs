@@ -3,7 +3,7 @@
 use kv_proto::{Moment, Report};
 
 use crate::config::WorkerConfig;
-use crate::machine::io::{Decision, Fact, LinkId};
+use crate::machine::io::{Decision, DigestOf, Fact, LinkId};
 use crate::machine::ledger::{Ledger, LedgerStats};
 use crate::machine::peers::{PeerStats, Peers};
 use crate::machine::pulls::{LocalMemory, Pulls};
@@ -71,13 +71,19 @@ impl WorkerMachine {
                 self.changed(now, change, out);
             }
             Fact::MessageArrived { link: link @ LinkId::Accepted(_), message } => {
-                readers.message(now, config, link, message, out);
+                readers.message(now, config, &local.layout, link, message, out);
             }
             Fact::MessageArrived { link, message } => {
                 let change = pulls.peers_mut().message(now, config, link, message.ok(), out);
                 self.changed(now, change, out);
             }
             Fact::ReadEnded { load, result } => pulls.read_ended(now, config, local, load, result, out),
+            Fact::Digested { of: DigestOf::Load { load, from }, digests } => {
+                pulls.digested(now, config, load, from, digests, out);
+            }
+            Fact::Digested { of: DigestOf::Question(number), digests } => {
+                readers.digested(number, digests, out);
+            }
         }
     }
 

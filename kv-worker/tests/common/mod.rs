@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
-use kv_proto::message::{OfferName, WorkerMessage};
+use kv_proto::message::{BlockDigest, GroupList, OfferName, WorkerMessage};
 use kv_proto::{
     Attempt, BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint,
     GroupBlocks, Incarnation, LeaseId, LeaseRef, LeaseTerms, LoadFailure, LoadId, Moment, OfferDigest,
@@ -16,7 +16,7 @@ use kv_proto::{
     ReleaseReason, Report, Topology,
 };
 use kv_transport::RegionId;
-use kv_worker::machine::io::{Decision, Fact, LinkId};
+use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId};
 use kv_worker::machine::pulls::LocalMemory;
 use kv_worker::machine::worker::WorkerMachine;
 use kv_worker::{Failure, WorkerConfig, WorkerLimits};
@@ -95,15 +95,21 @@ pub(crate) fn engine(name: &str) -> EngineId {
 }
 
 pub(crate) fn machine(name: &str, incarnation: u64) -> WorkerMachine {
-    machine_with(name, incarnation, limits())
+    machine_with(name, incarnation, limits(), false)
 }
 
-fn machine_with(name: &str, incarnation: u64, limits: WorkerLimits) -> WorkerMachine {
+pub(crate) fn machine_with(
+    name: &str,
+    incarnation: u64,
+    limits: WorkerLimits,
+    checksums: bool,
+) -> WorkerMachine {
     let config = WorkerConfig {
         engine: engine(name),
         incarnation: life(incarnation),
         rank: Rank(0),
         topology: Topology { ranks: 1 },
+        checksums,
         limits,
     };
     config.check().unwrap();
@@ -217,6 +223,22 @@ pub(crate) fn lapsed(lease: u64, attempt: u64) -> WorkerMessage {
     WorkerMessage::Lapsed { lease: LeaseId(lease), attempt: Attempt(attempt) }
 }
 
+/// Asks about these blocks of group 0, with these digests, which are of the positions after `from`.
+pub(crate) fn compare(lease: u64, attempt: u64, from: u32, blocks: &[u32], digests: &[u64]) -> WorkerMessage {
+    WorkerMessage::Compare {
+        lease: LeaseId(lease),
+        attempt: Attempt(attempt),
+        offer: OFFER,
+        from,
+        groups: vec![GroupList { group: 0, blocks: list(blocks) }],
+        digests: digests.iter().copied().map(BlockDigest).collect(),
+    }
+}
+
+pub(crate) fn compared(lease: u64, attempt: u64, from: u32, equal: u32, held: bool) -> WorkerMessage {
+    WorkerMessage::Compared { lease: LeaseId(lease), attempt: Attempt(attempt), from, equal, held }
+}
+
 pub(crate) fn released(lease: u64, attempt: u64) -> WorkerMessage {
     let reason = ReleaseReason::Aborted;
     WorkerMessage::Release { lease: LeaseId(lease), attempt: Attempt(attempt), offer: OFFER, reason }
@@ -279,6 +301,18 @@ fn message_line(message: &WorkerMessage) -> String {
             let word = if *held { "held" } else { "not held" };
             format!("{word} {}/{} of {blocks}", lease.0, attempt.0)
         }
+        WorkerMessage::Compare { lease, attempt, from, groups, digests, .. } => {
+            let blocks: Vec<u32> = groups.iter().flat_map(|group| group.blocks.iter()).map(|b| b.0).collect();
+            let digests: Vec<u64> = digests.iter().map(|digest| digest.0).collect();
+            if digests.len() > 8 {
+                return format!("compare {}/{} {} from {from}", lease.0, attempt.0, digests.len());
+            }
+            format!("compare {}/{} {blocks:?} from {from}: {digests:?}", lease.0, attempt.0)
+        }
+        WorkerMessage::Compared { lease, attempt, from, equal, held } => {
+            let word = if *held { "held" } else { "not held" };
+            format!("{word} {}/{}, {equal} equal from {from}", lease.0, attempt.0)
+        }
         WorkerMessage::Confirmed { lease, attempt } => format!("confirmed {}/{}", lease.0, attempt.0),
         WorkerMessage::Lapsed { lease, attempt } => format!("lapsed {}/{}", lease.0, attempt.0),
         WorkerMessage::Release { lease, attempt, reason, .. } => {
@@ -308,6 +342,15 @@ pub(crate) fn line(decision: &Decision) -> String {
             format!("{}: read {bytes} bytes for {}", link_line(*link), load.0)
         }
         Decision::CancelRead { load } => format!("cancel {}", load.0),
+        Decision::Digest { of, groups } => {
+            let blocks: Vec<u32> = groups.iter().flat_map(|group| group.blocks.iter()).map(|b| b.0).collect();
+            let blocks =
+                if blocks.len() > 8 { format!("{} blocks", blocks.len()) } else { format!("{blocks:?}") };
+            match of {
+                DigestOf::Load { load, from } => format!("digest {blocks} for {} from {from}", load.0),
+                DigestOf::Question(number) => format!("digest {blocks} for question {number}"),
+            }
+        }
     }
 }
 
@@ -324,7 +367,12 @@ impl Rig {
 
     /// The same, with other limits.
     pub(crate) fn with(limits: WorkerLimits) -> Self {
-        Self { m: machine_with("us", 100, limits) }
+        Self { m: machine_with("us", 100, limits, false) }
+    }
+
+    /// The same, with other limits and with checksums.
+    pub(crate) fn with_checksums(limits: WorkerLimits) -> Self {
+        Self { m: machine_with("us", 100, limits, true) }
     }
 
     pub(crate) fn take(&mut self, now: u64, fact: Fact) -> Vec<String> {
@@ -375,6 +423,11 @@ impl Rig {
     pub(crate) fn read_failed(&mut self, now: u64, load: u64, reason: LoadFailure) -> Vec<String> {
         let result = Err(Failure::new(reason, "transport"));
         self.take(now, Fact::ReadEnded { load: LoadId(load), result })
+    }
+
+    pub(crate) fn digested(&mut self, now: u64, of: DigestOf, digests: &[u64]) -> Vec<String> {
+        let digests = Ok(digests.iter().copied().map(BlockDigest).collect());
+        self.take(now, Fact::Digested { of, digests })
     }
 
     /// From the first wish to the welcome of producer `n`; what the welcome caused.

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use kv_proto::message::WorkerMessage;
+use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
 use kv_proto::{
     BlockId, BlockList, LoadFailure, LoadId, PeerLocator, Plan, RemotePrefill, Report, RequestId, Topology,
     TransferParams,
@@ -14,10 +14,10 @@ use kv_proto::{
 use kv_sched::{HoldId, LoadResult, RequestEnd, SchedConfig, SchedEvent, Scheduler, Verdict};
 use kv_transport::ReadPart;
 use kv_worker::Failure;
-use kv_worker::machine::io::{Decision, Fact, LinkId};
+use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId};
 use kv_worker::machine::worker::WorkerMachine;
 
-use super::{BLOCKS, accepted, at, card, engine, life, machine, ms};
+use super::{BLOCKS, accepted, at, card, engine, life, limits, machine_with, ms};
 
 /// Blocks of one request; its prompt fills them.
 pub(crate) const COUNT: u32 = 2;
@@ -64,10 +64,10 @@ pub(crate) struct End {
 }
 
 impl End {
-    fn new(name: &str, n: u64) -> Self {
+    fn new(name: &str, n: u64, checksums: bool) -> Self {
         Self {
             s: sched(name, n),
-            w: machine(name, n),
+            w: machine_with(name, n, limits(), checksums),
             plans: VecDeque::new(),
             reports: VecDeque::new(),
             events: Vec::new(),
@@ -126,6 +126,9 @@ pub(crate) struct Pair {
     pub(crate) wire: VecDeque<Flight>,
     pub(crate) reads: BTreeMap<u64, (u64, Vec<ReadPart>)>,
     pub(crate) cancelled: BTreeSet<u64>,
+    /// Digests that are being computed: P's or D's.
+    pub(crate) digests: VecDeque<(bool, DigestOf, Vec<GroupList>)>,
+    pub(crate) checksums: bool,
     /// What P offers of each prompt, by its number.
     pub(crate) offers: Vec<(u32, RemotePrefill)>,
     /// The prompt of each request of D.
@@ -145,10 +148,16 @@ fn prompt(n: u32) -> Vec<u32> {
 impl Pair {
     /// P in life 1, D in life 100.
     pub(crate) fn new() -> Self {
+        Self::with_checksums(false)
+    }
+
+    pub(crate) fn with_checksums(checksums: bool) -> Self {
         Self {
             now: 0,
-            p: End::new("p", 1),
-            d: End::new("d", 100),
+            p: End::new("p", 1, checksums),
+            d: End::new("d", 100, checksums),
+            digests: VecDeque::new(),
+            checksums,
             p_life: 1,
             links: BTreeMap::new(),
             next_accepted: 0,
@@ -291,6 +300,7 @@ impl Pair {
                     }
                 },
                 Decision::CancelRead { load } => drop(self.cancelled.insert(load.0)),
+                Decision::Digest { of, groups } => self.digests.push_back((p, of, groups)),
                 Decision::Connect { link, .. } => panic!("{link:?} is not ours to make"),
             }
         }
@@ -337,6 +347,26 @@ impl Pair {
         }
         let result = result.map_err(|reason| Failure::new(reason, "paper"));
         self.fact(false, Fact::ReadEnded { load: LoadId(load), result });
+    }
+
+    /// As a read that ended well, with a wrong byte that the transport does not know of.
+    pub(crate) fn end_read_spoilt(&mut self, load: u64) {
+        let Some((_, parts)) = self.reads.get_mut(&load) else { return };
+        let Some(range) = parts.first_mut().and_then(|part| part.ranges.last_mut()) else { return };
+        let last = (range.local_offset + range.len) / 64 - 1;
+        let from = (range.remote_offset + range.len) as usize / 64 - 1;
+        let right = std::mem::replace(&mut self.p.bytes[from], GARBAGE - 1 - last as u32);
+        self.end_read(load, Ok(()));
+        self.p.bytes[from] = right;
+    }
+
+    /// Digests are computed, of what the blocks hold now.
+    pub(crate) fn end_digest(&mut self) {
+        let Some((p, of, groups)) = self.digests.pop_front() else { return };
+        let bytes = &self.end(p).bytes;
+        let digest = |block: BlockId| BlockDigest(u64::from(bytes[block.0 as usize]));
+        let digests = Ok(groups.iter().flat_map(|group| group.blocks.iter()).map(digest).collect());
+        self.fact(p, Fact::Digested { of, digests });
     }
 
     /// A handshake ends: with P's card, if P is who is wanted and can be reached.
@@ -413,7 +443,8 @@ impl Pair {
             self.cut(link);
         }
         self.p_life += 1;
-        self.p = End::new("p", self.p_life);
+        self.p = End::new("p", self.p_life, self.checksums);
+        self.digests.retain(|(p, ..)| !p);
     }
 
     /// Everything that is on its way arrives, in order, and handshakes end; reads stay as they are.
@@ -423,10 +454,11 @@ impl Pair {
             self.carry_plan(false);
             self.end_dial(true);
             self.deliver(0);
+            self.end_digest();
             self.carry_report(true);
             self.carry_report(false);
             let quiet = [&self.p, &self.d].iter().all(|e| e.plans.is_empty() && e.reports.is_empty());
-            if quiet && self.dials.is_empty() && self.wire.is_empty() {
+            if quiet && self.dials.is_empty() && self.wire.is_empty() && self.digests.is_empty() {
                 return;
             }
         }

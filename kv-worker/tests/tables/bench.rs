@@ -43,6 +43,11 @@ impl Bench {
         Self { rig: Rig::new(), now: 0, deadline: None, describe }
     }
 
+    /// The same, with checksums.
+    pub(crate) fn with_checksums(describe: fn(&str) -> String) -> Self {
+        Self { rig: Rig::with_checksums(super::common::limits()), ..Self::new(describe) }
+    }
+
     /// The machine after some inputs, whatever came out of them.
     pub(crate) fn after(mut self, inputs: &[fn(&mut Self) -> Vec<String>]) -> Self {
         for input in inputs {

@@ -1,16 +1,19 @@
 //! The table of a pull.
 
+use kv_proto::LoadId;
+use kv_worker::machine::io::DigestOf;
+
 use super::bench::{Bench, STEP_MS};
 use super::chart::{Chart, Input, Machine};
 use super::common::{
-    CONFIRM_MS, PEER_WAIT_MS, READ_MS, REPEAT_MS, RETRY_MIN_MS, STALL_MS, cancel, confirmed, dialled, lapsed,
-    load, not_held, welcome,
+    CONFIRM_MS, PEER_WAIT_MS, READ_MS, REPEAT_MS, RETRY_MIN_MS, STALL_MS, cancel, compared, confirmed,
+    dialled, lapsed, load, not_held, welcome,
 };
 use super::words::{entries, field, variant};
 
 const ABOUT: &str = "\
 One worker's part of a load, from the order to the one end that is reported. It is `load-1` under `lease-5` of producer
-1, read over the connection `d0`; a *twin* is `load-2` under the same lease.
+1, read over the connection `d0`; a *twin* is `load-2` under the same lease. *Comparing* is a state of loads with checksums.
 
 `d0: x` stands for sending x over the connection. Answers name the lease and the attempt, so that `5/1` is this load's.";
 
@@ -18,6 +21,8 @@ const DRAWING: &str = "
 unknown --ordered--> Waiting --peer ready--> Reading --read ended--> Confirming --Confirmed--> over: loaded
                         |                       |                        |
                         |                       |                        +--Lapsed, no answer--> over: failed
+                        |                       |--with checksums--> Comparing --equal--> Confirming
+                        |                       |                      +--not equal, lapsed, no answer--> over: failed
                         |                       +--cancelled, lapsed, late--> Reading, doomed
                         |                       |                                |
                         +--failed, cancelled,   +--read failed--> over: failed   +--read ended--> over: failed
@@ -70,6 +75,10 @@ fn read(b: &mut Bench) -> Vec<String> {
     b.step(|rig, now| rig.read_ended(now, 1))
 }
 
+fn digested(b: &mut Bench) -> Vec<String> {
+    b.step(|rig, now| rig.digested(now, DigestOf::Load { load: LoadId(1), from: 0 }, &[70, 71]))
+}
+
 fn cancelled(b: &mut Bench) -> Vec<String> {
     b.step(|rig, now| rig.order(now, &[cancel(1)]))
 }
@@ -86,6 +95,11 @@ const INPUTS: &[Input<Bench>] = &[
     ("d0 lost", lost),
     ("read ended", read),
     ("read failed", Bench::read_failed),
+    ("digests computed", digested),
+    ("Compared 5/1: equal", |b| b.hear(dialled(0), compared(5, 1, 0, 2, true))),
+    ("Compared 5/1: not equal", |b| b.hear(dialled(0), compared(5, 1, 0, 1, true))),
+    ("Compared 5/1: not held", |b| b.hear(dialled(0), compared(5, 1, 0, 2, false))),
+    ("Compared 5/2: another attempt", |b| b.hear(dialled(0), compared(5, 2, 0, 0, false))),
     ("Confirmed 5/1", is_confirmed),
     ("Lapsed 5/1", |b| b.hear(dialled(0), lapsed(5, 1))),
     ("Confirmed 5/2: another attempt", |b| b.hear(dialled(0), confirmed(5, 2))),
@@ -126,6 +140,13 @@ pub(crate) fn chart() -> Chart<'static, Bench> {
             (
                 "order, peer ready, read ended; limit: confirmation",
                 reading().after(&[read]).due_in(CONFIRM_MS),
+            ),
+            (
+                "order with checksums, peer ready, read ended, digests computed; limit: comparison",
+                Bench::with_checksums(describe)
+                    .after(&[ordered, ready, read])
+                    .due_in(CONFIRM_MS)
+                    .after(&[digested]),
             ),
             ("order, peer ready, read ended, Confirmed", new().after(&[ordered, ready, read, is_confirmed])),
         ],

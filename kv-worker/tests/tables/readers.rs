@@ -7,8 +7,8 @@ use kv_worker::machine::io::Fact;
 use super::bench::Bench;
 use super::chart::{Chart, Input};
 use super::common::{
-    CONNECT_MS, accepted, announce, engine, grant, hello, life, read_done, released, renew, renew_next,
-    welcome,
+    BLOCKS, CONNECT_MS, accepted, announce, compare, engine, grant, hello, life, read_done, released, renew,
+    renew_next, welcome,
 };
 use super::words::{entries, field, variant};
 
@@ -76,6 +76,9 @@ const INPUTS: &[Input<Bench>] = &[
     }),
     ("ReadDone 9/1", |b| says(b, read_done(9, 1))),
     ("Release 5/1", |b| says(b, released(5, 1))),
+    ("Compare 5/1", |b| says(b, compare(5, 1, 0, &[3, 4], &[70, 71]))),
+    ("Compare 5/1, of blocks beyond the pool", |b| says(b, compare(5, 1, 0, &[BLOCKS], &[70]))),
+    ("Compare 9/1", |b| says(b, compare(9, 1, 0, &[3, 4], &[70, 71]))),
     ("Welcome, the wrong way", |b| says(b, welcome(100))),
     ("malformed message", |b| b.hear_noise(accepted(0))),
     ("a0 lost", lost),
