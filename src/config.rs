@@ -59,6 +59,11 @@ pub struct Config {
     pub read_limit_ms: u64,
     /// A read without a single byte arriving.
     pub stall_limit_ms: u64,
+    /// A load is read in portions of about so many bytes. What was read is checked while the next portion is under way,
+    /// so that a failure costs only what came after.
+    pub portion_bytes: u64,
+    /// How often a read that failed for a reason that may pass is tried again, from where it was.
+    pub load_retries: u32,
     /// A producer's answer whether the lease held.
     pub confirm_limit_ms: u64,
     /// The wait before a peer that failed is tried again, doubled with each failure.
@@ -97,6 +102,8 @@ impl Default for Config {
             peer_wait_ms: 10_000,
             read_limit_ms: 10_000,
             stall_limit_ms: 3_000,
+            portion_bytes: 64 << 20,
+            load_retries: 0,
             confirm_limit_ms: 3_000,
             retry_min_ms: 500,
             retry_max_ms: 30_000,
@@ -301,6 +308,9 @@ impl Config {
             if !(1..=DAY_MS).contains(&value) {
                 return Err(ConfigError::Range { field, value, min: 1, max: DAY_MS });
             }
+        }
+        if self.portion_bytes == 0 {
+            return Err(ConfigError::Range { field: "portion_bytes", value: 0, min: 1, max: u64::MAX });
         }
         let mut worker = self.peer_wait_ms + self.read_limit_ms + self.stall_limit_ms + self.confirm_limit_ms;
         let mut waits = "peer_wait_ms + read_limit_ms + stall_limit_ms + confirm_limit_ms";

@@ -207,11 +207,8 @@ impl SchedulerConnector {
     pub fn events(&mut self) -> Vec<SchedEvent> {
         let now = self.now();
         self.scheduler.time_passed(now);
-        let events = self.scheduler.take_events();
-        if events.iter().any(|event| matches!(event, SchedEvent::Drained { .. })) {
-            self.listener.set_available(false);
-        }
-        events
+        self.listener.set_available(!self.scheduler.has_drained());
+        self.scheduler.take_events()
     }
 
     /// How long an idle engine may sleep until [`SchedulerConnector::events`] has something to say; `None`: until

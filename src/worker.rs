@@ -156,6 +156,8 @@ fn limits(config: &Config) -> WorkerLimits {
         stall: ms(config.stall_limit_ms),
         confirm: ms(config.confirm_limit_ms),
         renew_every: ms(config.renew_every_ms),
+        retries: config.load_retries,
+        portion_bytes: config.portion_bytes,
         ..WorkerLimits::default()
     }
 }

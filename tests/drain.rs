@@ -57,3 +57,13 @@ fn what_a_reader_has_not_read_at_the_limit_is_taken_back_and_the_reader_is_told(
     assert_eq!(world.expect_failed(D, "r").0, LoadFailure::Lapsed);
     world.nothing_held();
 }
+
+// H-26
+#[test]
+fn an_engine_that_comes_back_at_once_can_be_shaken_hands_with() {
+    let mut world = World::of([Shape::named("p"), Shape::named("d")]);
+    world[P].sched.drain(Duration::ZERO);
+    world[P].sched.resume();
+    world.step();
+    world.hand_over(P, D, "r");
+}

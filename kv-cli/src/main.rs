@@ -4,6 +4,7 @@
 mod demo;
 mod error;
 mod explore;
+mod fault_proxy;
 mod router;
 mod serve;
 mod sim;
@@ -33,6 +34,8 @@ enum Command {
     Sim(sim::SimArgs),
     /// Run the real state machines through every order in which a few things can happen.
     Explore(explore::ExploreArgs),
+    /// Forward TCP connections and do to them what a plan says: cut, stall, corrupt, delay and the like.
+    FaultProxy(fault_proxy::FaultProxyArgs),
     /// One worker process of an engine. Started by `kvx serve`.
     #[command(hide = true)]
     EngineWorker {
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Command::Route(args) => router::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Sim(args) => sim::run(&args),
         Command::Explore(args) => explore::run(&args),
+        Command::FaultProxy(args) => fault_proxy::run(&args).map(|()| ExitCode::SUCCESS),
         Command::EngineWorker { socket } => kv_testkit::engine::worker::run(&socket)
             .map(|()| ExitCode::SUCCESS)
             .map_err(|e| Failure::new("engine worker", e)),

@@ -3,17 +3,26 @@
 //! A request goes to P with `max_tokens` 1, then, with the parameters that P answered, to D, whose answer is passed
 //! on. The router keeps nothing and proves nothing: if it dies in between, P's lease ends by itself.
 
+mod resend;
+
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use axum::body::{Body, Bytes};
 use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::response::sse::Sse;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use clap::Args;
+use serde::Deserialize;
 use serde_json::{Value, json};
+use tokio::sync::watch;
 
+use self::resend::Decode;
 use crate::error::Failure;
 use crate::serve::{parent_gone, runtime};
 
@@ -28,6 +37,9 @@ pub(crate) struct RouteArgs {
     /// Base URL of the decode engine.
     #[arg(long)]
     decode: String,
+    /// Send a request again, for so many seconds, when the decode engine that had it in hand is gone.
+    #[arg(long, default_value_t = 0, value_name = "SECONDS")]
+    resend_for: u64,
     /// End when standard input ends.
     #[arg(long)]
     with_parent: bool,
@@ -35,6 +47,8 @@ pub(crate) struct RouteArgs {
 
 /// A demonstration's wish that its client be taken for gone at a certain point; see [`abort_wish`].
 pub(crate) const ABORT_HEADER: &str = "x-demo-abort";
+/// A demonstration's wish that D be told this port as P's handshake port.
+pub(crate) const PORT_HEADER: &str = "x-demo-handshake-port";
 /// Says that P did not answer.
 pub(crate) const NOT_PREFILLED: u16 = 502;
 /// Says that the client was taken for gone before D was asked.
@@ -45,20 +59,60 @@ struct Routes {
     client: reqwest::Client,
     prefill: String,
     decode: String,
+    resend_for: Duration,
+    gate: Arc<Gate>,
+}
+
+/// Where the demonstration stops requests between P and D, so that it can do something to either in between.
+struct Gate {
+    shut: watch::Sender<bool>,
+    waiting: AtomicUsize,
+}
+
+impl Gate {
+    async fn pass(&self) {
+        let mut shut = self.shut.subscribe();
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        // The sender lives as long as the gate.
+        let _ = shut.wait_for(|shut| !shut).await;
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[derive(Deserialize)]
+struct GateBody {
+    shut: bool,
+}
+
+async fn set_gate(State(routes): State<Routes>, body: Bytes) -> Response {
+    match serde_json::from_slice::<GateBody>(&body) {
+        Ok(GateBody { shut }) => {
+            routes.gate.shut.send_replace(shut);
+            StatusCode::OK.into_response()
+        }
+        Err(error) => refuse(400, error),
+    }
+}
+
+async fn see_gate(State(routes): State<Routes>) -> Json<Value> {
+    Json(json!({ "waiting": routes.gate.waiting.load(Ordering::SeqCst) }))
 }
 
 pub(crate) fn run(args: &RouteArgs) -> Result<(), Failure> {
     let routes = Routes {
         client: reqwest::Client::builder()
             .no_proxy()
-            .connect_timeout(std::time::Duration::from_secs(5))
+            .connect_timeout(Duration::from_secs(5))
             .build()
             .map_err(|e| Failure::new("make an HTTP client", e))?,
         prefill: format!("{}/v1/completions", args.prefill),
         decode: format!("{}/v1/completions", args.decode),
+        resend_for: Duration::from_secs(args.resend_for),
+        gate: Arc::new(Gate { shut: watch::channel(false).0, waiting: AtomicUsize::new(0) }),
     };
     let app = Router::new()
         .route("/v1/completions", post(completions))
+        .route("/demo/gate", get(see_gate).post(set_gate))
         .route("/health", get(|| async { StatusCode::OK }))
         .layer(DefaultBodyLimit::max(64 << 20))
         .with_state(routes);
@@ -98,7 +152,7 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
         Some(id) => id.clone(),
         None => return refuse(400, "x-request-id is missing"),
     };
-    let params = match routes.prefill(&id, &body).await {
+    let mut params = match routes.prefill(&id, &body).await {
         Ok(params) => params,
         Err(refusal) => return refusal,
     };
@@ -112,6 +166,10 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
             Err(error) => refuse(NOT_PREFILLED, error),
         };
     }
+    if let Some(port) = headers.get(PORT_HEADER).and_then(|v| v.to_str().ok()?.parse::<u16>().ok()) {
+        params["remote_port"] = json!(port);
+    }
+    routes.gate.pass().await;
     routes.decode(&id, body, params, abort_wish(&headers) == Some("before-schedule")).await
 }
 
@@ -154,14 +212,15 @@ impl Routes {
         if !params.is_null() {
             ask["kv_transfer_params"] = params;
         }
-        let mut request = self.client.post(&self.decode).header("x-request-id", id).json(&ask);
-        if gone {
-            request = request.header(kv_testkit::engine::http::GONE_HEADER, "1");
-        }
-        let answer = match request.send().await {
+        let ask = Decode { client: self.client.clone(), url: self.decode.clone(), id: id.clone(), ask, gone };
+        let until = Instant::now() + self.resend_for;
+        let answer = match ask.send_until(until).await {
             Ok(answer) => answer,
             Err(error) => return refuse(503, format!("decode: {error}")),
         };
+        if !self.resend_for.is_zero() && answer.status().is_success() && ask.streams() {
+            return Sse::new(resend::follow(ask, answer, self.resend_for)).into_response();
+        }
         let status = StatusCode::from_u16(answer.status().as_u16()).unwrap_or(StatusCode::BAD_GATEWAY);
         let kind = answer.headers().get(header::CONTENT_TYPE).cloned();
         let mut response = Response::new(Body::from_stream(answer.bytes_stream()));

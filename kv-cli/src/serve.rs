@@ -39,7 +39,7 @@ pub(crate) struct ServeArgs {
     /// Schedule one step ahead.
     #[arg(long)]
     async_schedule: bool,
-    /// What follows a failed load: recompute or fail.
+    /// What follows a failed load: recompute, fail, or retry and then recompute.
     #[arg(long, default_value = "recompute", value_parser = parse_policy)]
     policy: Policy,
     /// Without a connector: an engine that stands alone.
@@ -51,18 +51,25 @@ pub(crate) struct ServeArgs {
     /// End when standard input ends, so that a parent that dies takes its engines along.
     #[arg(long)]
     with_parent: bool,
+    /// A file of faults that the workers' transports suffer, to see what follows from them.
+    #[arg(long, value_name = "FILE")]
+    faults: Option<PathBuf>,
     /// Claim every read without doing it.
     #[arg(long, hide = true)]
     unmoved: bool,
 }
 
 /// The policies that this engine follows.
-fn parse_policy(name: &str) -> Result<Policy, String> {
-    match name.parse() {
-        Ok(policy @ (Policy::Recompute | Policy::Fail)) => Ok(policy),
-        Ok(policy) => Err(format!("{} is not supported yet; recompute and fail are", policy.name())),
-        Err(error) => Err(error.to_string()),
-    }
+pub(crate) fn parse_policy(name: &str) -> Result<Policy, String> {
+    name.parse::<Policy>().map_err(|error| error.to_string())
+}
+
+/// A plan of faults, read and checked here, so that a mistake in it is told before anything starts.
+fn plan_of_faults(file: &std::path::Path) -> Result<String, Failure> {
+    let name = || format!("--faults {}", file.display());
+    let text = std::fs::read_to_string(file).map_err(|e| Failure::new(name(), e))?;
+    kv_testkit::faults::FaultPlan::parse(&text).map_err(|e| Failure::new(name(), e))?;
+    Ok(text)
 }
 
 /// The command that runs a worker of this very program.
@@ -114,6 +121,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         policy: args.policy,
         connector,
         unmoved: args.unmoved,
+        faults: args.faults.as_deref().map(plan_of_faults).transpose()?,
         worker_command: worker_command()?,
     })
     .map_err(|e| Failure::new("start the engine", e))?;

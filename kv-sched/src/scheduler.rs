@@ -6,7 +6,7 @@ use kv_proto::{
 
 use crate::config::{SchedConfig, SchedConfigError};
 use crate::error::SchedError;
-use crate::event::{Finish, Remaining, RequestEnd, Role, SchedEvent, Verdict};
+use crate::event::{Finish, HoldId, LoadResult, Remaining, RequestEnd, Role, SchedEvent, Verdict};
 use crate::machine::consumer::{Consumer, ConsumerStats};
 use crate::machine::producer::{Producer, ProducerStats};
 
@@ -161,8 +161,9 @@ impl Scheduler {
     ///
     /// For requests that hand nothing over the answer is [`Verdict::Free`].
     pub fn request_finished(&mut self, now: Moment, request: &RequestId, end: &RequestEnd) -> Finish {
+        let untold = self.untold_end(request);
         if let Some(finish) = self.consumer.finished(now, &self.config, request, &mut self.plan.consumer) {
-            return finish;
+            return Finish { verdict: untold.map_or(finish.verdict, Verdict::Hold), ..finish };
         }
         let orders = &mut self.plan.producer;
         // What was to be ended must not begin anew.
@@ -178,8 +179,21 @@ impl Scheduler {
     /// the transport may still write them, and no [`SchedEvent::LoadEnded`] comes. One that computes for somebody
     /// else needs nothing: what is handed over is what its end names.
     pub fn request_preempted(&mut self, now: Moment, request: &RequestId) -> Verdict {
+        let untold = self.untold_end(request);
         let orders = &mut self.plan.consumer;
-        self.consumer.preempted(now, &self.config, request, orders).unwrap_or(Verdict::Free)
+        let verdict = self.consumer.preempted(now, &self.config, request, orders).unwrap_or(Verdict::Free);
+        untold.map_or(verdict, Verdict::Hold)
+    }
+
+    /// A load's end that the engine has not taken yet is told by the request's own end. Returns what holds blocks by
+    /// it.
+    fn untold_end(&mut self, request: &RequestId) -> Option<HoldId> {
+        let of =
+            |event: &SchedEvent| matches!(event, SchedEvent::LoadEnded { request: of, .. } if of == request);
+        match self.events.iter().position(of).map(|index| self.events.remove(index)) {
+            Some(SchedEvent::LoadEnded { result: LoadResult::Failed { hold, .. }, .. }) => hold,
+            _ => None,
+        }
     }
 
     /// Takes nothing new from now on, lets what was accepted finish for `limit`, and then ends it: waiting requests
@@ -195,9 +209,16 @@ impl Scheduler {
         match self.mode {
             Mode::Open => self.mode = Mode::Draining { until },
             Mode::Draining { until: was } => self.mode = Mode::Draining { until: was.min(until) },
-            Mode::Ending { .. } | Mode::Drained => {}
+            Mode::Ending { .. } => {}
+            // What was left then is waited for again.
+            Mode::Drained => self.mode = Mode::Ending { until: now + self.config.report_grace },
         }
         self.drained(now);
+    }
+
+    /// Whether a drain is over and nothing new is taken.
+    pub fn has_drained(&self) -> bool {
+        self.mode == Mode::Drained
     }
 
     /// Takes new hand-overs again. What was told to end still ends.
@@ -226,7 +247,8 @@ impl Scheduler {
             Mode::Open | Mode::Drained => return,
         };
         let left = self.remaining();
-        if left.is_empty() || until <= now {
+        // Orders that the workers do not have yet tell peers that they need not wait.
+        if (left.is_empty() && self.plan.is_empty()) || until <= now {
             self.mode = Mode::Drained;
             self.events.push(SchedEvent::Drained { left });
         }
@@ -235,7 +257,9 @@ impl Scheduler {
     /// What the workers are to do, to be carried to every rank with this step. Often empty.
     pub fn plan_step(&mut self, now: Moment) -> Plan {
         self.time_passed(now);
-        std::mem::take(&mut self.plan)
+        let plan = std::mem::take(&mut self.plan);
+        self.drained(now);
+        plan
     }
 
     /// Puts a plan back that could not be carried, in front of what has come since.
@@ -278,7 +302,8 @@ impl Scheduler {
         [self.producer.next_deadline(), self.consumer.next_deadline(), drain].into_iter().flatten().min()
     }
 
-    /// What happened since the last call, in order.
+    /// What happened since the last call, in order. To be taken after each report, plan, drain and call of
+    /// [`Scheduler::time_passed`].
     pub fn take_events(&mut self) -> Vec<SchedEvent> {
         std::mem::take(&mut self.events)
     }

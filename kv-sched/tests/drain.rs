@@ -90,6 +90,40 @@ fn p4_what_is_left_at_the_limit_is_ended_and_what_does_not_end_is_named() {
     assert_eq!(s.producer_stats().revoked, 1);
 }
 
+// H-22, H-26
+#[test]
+fn a_drain_is_over_when_its_last_orders_are_with_the_workers() {
+    let mut s = scheduler(1);
+    queue(&mut s, 0, "r", 5, 8);
+    s.drain(at(1), Duration::ZERO);
+    assert_eq!((drained(&s.take_events()), s.has_drained()), (vec![], false));
+    assert_eq!(s.planned(at(2)), consumer(&[release(5, ReleaseReason::Draining)]));
+    assert_eq!((drained(&s.take_events()), s.has_drained()), (vec![Remaining::default()], true));
+    s.drain(at(3), Duration::ZERO);
+    assert_eq!(drained(&s.take_events()), [Remaining::default()], "asked again, told again");
+    s.resume();
+    assert!(!s.has_drained());
+}
+
+// H-19
+#[test]
+fn p3_an_end_that_was_not_taken_yet_is_told_by_the_requests_own_end() {
+    for preempted in [false, true] {
+        let mut s = scheduler(1);
+        start_load(&mut s, 0, "r", 5, 8);
+        s.time_passed(at(LOAD_MS));
+        s.time_passed(at(LOAD_MS + GRACE_MS));
+        let verdict = if preempted {
+            s.request_preempted(at(LOAD_MS + GRACE_MS), &req("r"))
+        } else {
+            s.request_finished(at(LOAD_MS + GRACE_MS), &req("r"), &RequestEnd::Aborted).verdict
+        };
+        assert_eq!(verdict, Verdict::Hold(load_hold(1)), "the workers are silent: somebody may write still");
+        let ends = s.take_events();
+        assert!(!ends.iter().any(|event| matches!(event, SchedEvent::LoadEnded { .. })), "{ends:?}");
+    }
+}
+
 // H-26
 #[test]
 fn a_second_drain_may_only_hurry() {

@@ -2,5 +2,7 @@
 
 pub mod engine;
 pub mod explore;
+pub mod faults;
+pub mod passthrough;
 pub mod sim;
 pub mod unmoved;

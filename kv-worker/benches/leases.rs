@@ -39,7 +39,9 @@ fn life(n: u64) -> Incarnation {
 }
 
 fn offer(lease: u64) -> OfferDigest {
-    OfferDigest::from_bytes(u128::from(lease).to_be_bytes())
+    // Spread over all bits, as digests are.
+    let bits = u128::from(lease + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
+    OfferDigest::from_bytes(bits.to_be_bytes())
 }
 
 fn name(lease: u64) -> OfferName {

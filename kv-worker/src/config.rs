@@ -49,6 +49,8 @@ pub struct WorkerLimits {
     pub renew_every: Duration,
     /// A read of at least so many bytes has its lease renewed before it begins.
     pub prolong_bytes: u64,
+    /// How often a read that failed for a reason that may pass is tried again, from where it was, while the lease lives.
+    pub retries: u32,
     /// A load is read in portions of about so many bytes; what was read is checked while the next is under way.
     pub portion_bytes: u64,
     /// How long a producer's worker remembers how a lease ended, to answer a repeated `ReadDone` alike.
@@ -72,6 +74,7 @@ impl Default for WorkerLimits {
             confirm_repeat: Duration::from_millis(500),
             renew_every: Duration::from_secs(2),
             prolong_bytes: 16 << 20,
+            retries: 0,
             portion_bytes: 64 << 20,
             remember_ended: Duration::from_secs(60),
             peer_idle: Duration::from_secs(600),

@@ -39,9 +39,6 @@ impl Portions {
     pub fn take(&mut self) -> Vec<GroupBlocks> {
         let (from, count) = (self.taken, self.step.min(self.total - self.taken));
         self.taken += count;
-        if count == self.total {
-            return std::mem::take(&mut self.groups);
-        }
         let part = |group: &GroupBlocks| GroupBlocks {
             group: group.group,
             first: group.first.saturating_add(from),
@@ -49,6 +46,16 @@ impl Portions {
             local: slice(&group.local, from, count),
         };
         self.groups.iter().map(part).collect()
+    }
+
+    /// Goes back, or forward, to where so many blocks of each group have been taken.
+    pub fn resume_at(&mut self, taken: u32) {
+        self.taken = taken.min(self.total);
+    }
+
+    /// The whole load, whatever was taken.
+    pub fn into_groups(self) -> Vec<GroupBlocks> {
+        self.groups
     }
 
     /// Blocks of each group that have been taken.
@@ -109,6 +116,16 @@ mod tests {
         assert_eq!(cut(5, 1), [(3, 1), (4, 1), (5, 1), (6, 1), (7, 1)], "a block is the least");
         assert_eq!(cut(5, u64::MAX), [(3, 5)]);
         assert_eq!(cut(0, 256), []);
+    }
+
+    #[test]
+    fn a_load_can_go_on_where_it_was() {
+        let mut portions = Portions::of(vec![group(5)], &layout(2), 256);
+        portions.take();
+        portions.take();
+        portions.resume_at(2);
+        assert_eq!((portions.take()[0].first, portions.take()[0].local.len()), (5, 1));
+        assert_eq!(portions.into_groups(), [group(5)]);
     }
 
     #[test]

@@ -310,6 +310,25 @@ fn a_release_is_told_at_once_to_a_peer_that_is_ready() {
 
 // H-22
 #[test]
+fn p2_a_release_that_waits_is_taken_back_by_a_request_that_brings_the_offer_again() {
+    let mut rig = Rig::new();
+    rig.order(0, &[track(1, 5)]);
+    rig.order(1, &[release(1, 5, ReleaseReason::Aborted)]);
+    rig.order(2, &[track(1, 5)]);
+    assert_eq!(rig.ready(3, 1, 0), ["d0: renew all +[5]"]);
+}
+
+// H-13
+#[test]
+fn a_producer_that_asks_for_the_list_of_one_that_wants_nothing_is_told_so() {
+    let mut rig = tracking();
+    rig.order(1, &[release(1, 5, ReleaseReason::NotNeeded)]);
+    rig.hear(2, dialled(0), WorkerMessage::Relist {});
+    assert_eq!(rig.pass(12), ["d0: renew all"]);
+}
+
+// H-22
+#[test]
 fn r050_a_release_waits_for_a_peer_that_is_not_ready_yet() {
     let mut rig = Rig::new();
     assert_eq!(rig.order(0, &[release(1, 5, ReleaseReason::Refused)]), ["shake hands with 1"]);

@@ -337,8 +337,8 @@ fn p2_the_last_of_two_loads_gives_their_lease_back() {
 fn p1_of_two_loads_under_one_lease_each_needs_an_answer_of_its_own() {
     let mut rig = twins();
     assert_eq!(rig.read_ended(2, 1), ["d0: read more 5/1"], "the other still reads");
-    assert_eq!(rig.read_ended(2, 2), ["d0: read done 5/2"], "nobody else does");
-    assert_eq!(rig.pass(2 + REPEAT_MS), ["d0: read more 5/1", "d0: read done 5/2"], "as before");
+    assert_eq!(rig.read_ended(2, 2), ["d0: read more 5/2"], "the other has not ended");
+    assert_eq!(rig.pass(2 + REPEAT_MS), ["d0: read more 5/1", "d0: read more 5/2"], "in whatever order");
     rig.hear(103, dialled(0), confirmed(5, 1));
     assert_eq!(rig.loads(), ends(&[(1, "ok")]));
     assert_eq!(rig.hear(103, dialled(0), lapsed(5, 2)), NOTHING);
@@ -354,6 +354,28 @@ fn the_last_answer_ends_a_lease_that_nobody_else_has_ended() {
     assert_eq!(rig.hear(4, dialled(0), confirmed(5, 1)), ["d0: read done 5/1"]);
     assert_eq!(rig.hear(5, dialled(0), confirmed(5, 1)), NOTHING);
     assert_eq!(rig.loads(), ends(&[(2, "read_failed"), (1, "ok")]));
+}
+
+// H-12
+#[test]
+fn two_loads_that_ask_at_once_are_both_good_and_the_last_answer_ends_the_lease() {
+    let mut rig = twins();
+    rig.read_ended(2, 2);
+    rig.read_ended(2, 1);
+    assert_eq!(rig.hear(3, dialled(0), confirmed(5, 1)), NOTHING);
+    assert_eq!(rig.hear(4, dialled(0), confirmed(5, 2)), ["d0: read done 5/2"]);
+    assert_eq!(rig.loads(), ends(&[(1, "ok"), (2, "ok")]));
+}
+
+// H-12
+#[test]
+fn a_request_that_comes_when_the_last_one_has_asked_reads_nothing() {
+    let mut rig = reading();
+    assert_eq!(rig.read_ended(2, 1), ["d0: read done 5/1"]);
+    rig.order(3, &[track(1, 5)]);
+    rig.hear(4, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.order(5, &[load(1, 5, 2)]), NOTHING);
+    assert_eq!(rig.loads(), ends(&[(1, "ok"), (2, "lapsed")]));
 }
 
 // H-13
@@ -460,4 +482,66 @@ fn p4_the_limit_of_a_read_is_for_all_its_portions() {
     assert_eq!(rig.pass(READ_MS + STALL_MS), ["d0: renew", "cancel 1"]);
     rig.read_failed(READ_MS + STALL_MS + 1, 1, LoadFailure::Cancelled);
     assert_eq!(rig.loads(), ends(&[(1, "read_timed_out")]));
+}
+
+/// As [`portioned`], and tried again once or twice.
+fn patient() -> Rig {
+    let mut rig = Rig::with(kv_worker::WorkerLimits { portion_bytes: 1, retries: 2, ..limits() });
+    rig.order(0, &[load(1, 5, 1)]);
+    rig.ready(0, 1, 0);
+    rig
+}
+
+// H-27
+#[test]
+fn p8_a_read_that_may_pass_is_tried_again_from_where_it_was_while_its_lease_is_renewed() {
+    let mut rig = patient();
+    rig.read_ended(10, 1);
+    assert_eq!(rig.read_failed(20, 1, LoadFailure::ReadFailed), NOTHING, "its lease is not given back");
+    assert_eq!(rig.loads(), []);
+    assert_eq!(rig.pass(20 + RETRY_MIN_MS - 1), NOTHING);
+    assert_eq!(rig.pass(20 + RETRY_MIN_MS), ["d0: read 64 bytes for 1"], "only what was not here");
+    assert_eq!(rig.pass(RENEW_MS), ["d0: renew"]);
+    assert_eq!(rig.read_ended(RENEW_MS + 1, 1), ["d0: read done 5/1"]);
+    rig.hear(RENEW_MS + 2, dialled(0), confirmed(5, 1));
+    assert_eq!(rig.loads(), ends(&[(1, "ok")]));
+}
+
+// H-25
+#[test]
+fn a_read_that_lost_its_connection_goes_on_over_the_next() {
+    let mut rig = patient();
+    rig.read_failed(200, 1, LoadFailure::PeerLost);
+    assert_eq!(rig.lost(200, dialled(0)), ["shake hands with 1"]);
+    rig.shaken(210, 1);
+    rig.connected(220, 1);
+    assert_eq!(rig.hear(230, dialled(1), welcome(1)), ["d1: renew all +[5]"]);
+    assert_eq!(rig.pass(200 + RETRY_MIN_MS), ["d1: read 64 bytes for 1"]);
+}
+
+// H-20
+#[test]
+fn p4_tries_are_counted_and_what_cannot_pass_is_not_tried_again() {
+    let mut rig = patient();
+    for (now, again) in [(10, true), (20 + 2 * RETRY_MIN_MS, true), (900, false)] {
+        rig.read_failed(now, 1, LoadFailure::ReadTimedOut);
+        assert_eq!(rig.loads().is_empty(), again, "{now}");
+        rig.pass(now + 2 * RETRY_MIN_MS);
+    }
+    let mut rig = patient();
+    rig.read_failed(10, 1, LoadFailure::Other);
+    assert_eq!(rig.loads(), ends(&[(1, "other")]));
+    // A peer that is away is waited for, for as long as a pull waits for a peer.
+    let mut rig = Rig::with(kv_worker::WorkerLimits { retries: 2, ..limits() });
+    rig.order(0, &[load(1, 5, 1)]);
+    rig.not_shaken(1, 1);
+    assert_eq!(rig.loads(), []);
+    assert_eq!(rig.pass(1 + RETRY_MIN_MS), ["shake hands with 1"]);
+    assert_eq!(rig.ready(150, 1, 0), ["d0: renew all +[5]", "d0: read 128 bytes for 1"]);
+    // An aborted one is over at once.
+    let mut rig = patient();
+    rig.read_failed(10, 1, LoadFailure::ReadFailed);
+    assert_eq!(rig.order(20, &[cancel(1)]), ["d0: release 5/1 aborted"]);
+    assert_eq!(rig.loads(), ends(&[(1, "cancelled")]));
+    rig.rest();
 }

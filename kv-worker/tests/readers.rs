@@ -369,6 +369,19 @@ fn r003_a_lost_consumer_costs_its_lease_and_nothing_else() {
 
 // H-25
 #[test]
+fn what_comes_late_over_a_connection_of_before_is_only_a_sign_of_life() {
+    let mut rig = lending();
+    rig.greet(5, 1, 7);
+    rig.hear(10, accepted(1), renew(&[1]));
+    assert_eq!(rig.hear(900, accepted(0), renew(&[])), NOTHING, "no list: the lease is wanted still");
+    rig.pass(1_699);
+    assert_eq!(ended(&mut rig), []);
+    rig.pass(1_700);
+    assert_eq!(ended(&mut rig).len(), 1);
+}
+
+// H-25
+#[test]
 fn a_consumer_that_comes_back_within_the_grace_keeps_its_leases() {
     let mut rig = lending();
     rig.hear(5, accepted(0), renew(&[1]));

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use kv_connector::recovery::Policy;
 
 /// When clients go away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -19,7 +20,38 @@ pub(crate) enum AbortMode {
     Mixed,
 }
 
-#[derive(Args)]
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FaultMode {
+    /// Nothing.
+    None,
+    /// P is killed when it has answered and D has not begun to read.
+    KillPrefill,
+    /// D is killed while it has requests in hand, and comes back; the router sends them again.
+    KillDecode,
+    /// P stands still (SIGSTOP) when it has answered, and goes on later.
+    StopPrefill,
+    /// P is killed when it has answered, and is back, at the same ports, before D reads.
+    RestartPrefill,
+    /// Connections between the workers break in the middle of reads.
+    DropConnection,
+    /// Reads bring no byte until their limit.
+    Stall,
+    /// Reads bring wrong bytes and say that all is well; checksums are on.
+    Corrupt,
+    /// Nobody listens where D is to shake hands.
+    HandshakeRefused,
+    /// Whoever listens there never answers.
+    HandshakeHang,
+    /// Whoever listens there answers something else.
+    HandshakeGarbage,
+    /// A lease ends before the read does.
+    Lapse,
+    /// Kills, stops, cuts and stalls at random moments, again and again.
+    Mixed,
+}
+
+#[derive(Debug, Clone, Args)]
 pub(crate) struct DemoArgs {
     /// A file with one prompt per line, instead of prompts cut from the text that comes with the program.
     #[arg(long, value_name = "FILE")]
@@ -45,6 +77,18 @@ pub(crate) struct DemoArgs {
     /// When clients go away; every third request is aborted.
     #[arg(long, value_enum, default_value_t = AbortMode::None)]
     pub(crate) abort: AbortMode,
+    /// What goes wrong.
+    #[arg(long, value_enum, default_value_t = FaultMode::None)]
+    pub(crate) fault: FaultMode,
+    /// What follows a failed load: recompute, fail, or retry and then recompute.
+    #[arg(long, default_value = "recompute", value_parser = crate::serve::parse_policy)]
+    pub(crate) policy: Policy,
+    /// How many times the mixed fault strikes.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) rounds: u32,
+    /// Seed of the moments and kinds of the mixed fault.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
     /// The transport that moves the blocks.
     #[arg(long, default_value = "tcp")]
     pub(crate) transport: String,

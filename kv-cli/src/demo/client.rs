@@ -6,7 +6,7 @@ use futures_util::StreamExt;
 use serde_json::{Value, json};
 
 use super::args::AbortMode;
-use crate::router::{ABORT_HEADER, CLIENT_GONE, NOT_PREFILLED};
+use crate::router::{ABORT_HEADER, CLIENT_GONE, NOT_PREFILLED, PORT_HEADER};
 
 /// How a request ended for its client.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,6 +38,8 @@ pub(crate) struct Wish {
     pub(crate) prompt: String,
     pub(crate) max_tokens: u32,
     pub(crate) abort: AbortMode,
+    /// Port that D is to be told as P's handshake port.
+    pub(crate) handshake_port: Option<u16>,
 }
 
 /// Asks, and sees it through, for `limit` at most.
@@ -75,6 +77,9 @@ async fn follow(
     };
     if let Some(planned) = planned {
         request = request.header(ABORT_HEADER, planned);
+    }
+    if let Some(port) = wish.handshake_port {
+        request = request.header(PORT_HEADER, port.to_string());
     }
     let answer = match request.send().await {
         Ok(answer) => answer,

@@ -5,7 +5,10 @@ mod children;
 mod client;
 mod prompts;
 mod report;
+mod stage;
+mod strike;
 
+use std::collections::BTreeMap;
 use std::io::{IsTerminal, stderr, stdout};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -13,13 +16,13 @@ use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, stream};
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use self::args::AbortMode;
 pub(crate) use self::args::DemoArgs;
-use self::children::Running;
+use self::args::{AbortMode, FaultMode};
 use self::client::{Ending, Seen, Wish, ask};
 use self::report::{Figures, Outcome, Row};
+use self::stage::Stage;
 use crate::error::Failure;
 use crate::serve::runtime;
 
@@ -40,7 +43,14 @@ pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode, Failure> {
             format!("{} and {} differ; both engines need as many", args.prefill_ranks, args.decode_ranks);
         return Err(Failure::new("--prefill-ranks and --decode-ranks", why));
     }
-    kv_connector::Config::from_json(&config(args, "demo").to_string())
+    if args.fault != FaultMode::None && args.abort != AbortMode::None {
+        return Err(Failure::new(
+            "--fault and --abort",
+            "one at a time, or nobody knows what followed from what",
+        ));
+    }
+    let args = &Arc::new(args.clone());
+    kv_connector::Config::from_json(&stage::config(args, "demo", 0).to_string())
         .map_err(|e| Failure::new("--transport", e))?;
     let longest = wishes.iter().map(|w| w.prompt.len() as u64 + u64::from(w.max_tokens)).max().unwrap_or(0);
     let needed = longest.div_ceil(prompts::BLOCK_TOKENS as u64);
@@ -73,78 +83,41 @@ fn wishes(args: &DemoArgs) -> Result<Vec<Wish>, Failure> {
             mode if number % 3 == 2 => mode,
             _ => AbortMode::None,
         };
-        Wish { id: format!("demo-{number:03}"), prompt, max_tokens: args.max_tokens, abort }
+        let (id, max_tokens) = (format!("demo-{number:03}"), args.max_tokens);
+        Wish { id, prompt, max_tokens, abort, handshake_port: None }
     };
     Ok(texts.into_iter().enumerate().map(wish).collect())
 }
 
-/// Arguments of an engine of the demonstration.
-fn engine(args: &DemoArgs, ranks: u32, blocks: u32, more: &[String]) -> Vec<String> {
-    let mut all: Vec<String> = ["serve", "--ranks"].map(str::to_owned).into();
-    all.push(ranks.to_string());
-    all.extend(["--block-tokens".to_owned(), prompts::BLOCK_TOKENS.to_string()]);
-    all.extend(["--kv-blocks".to_owned(), blocks.to_string()]);
-    if let Some(model) = &args.model {
-        all.extend(["--model".to_owned(), model.to_string_lossy().into_owned()]);
-    }
-    if args.async_schedule {
-        all.push("--async-schedule".to_owned());
-    }
-    all.extend_from_slice(more);
-    all
-}
-
-fn config(args: &DemoArgs, engine_id: &str) -> Value {
-    json!({
-        "engine_id": engine_id,
-        "transport": args.transport,
-        "lease_ttl_ms": LEASE_TTL.as_millis() as u64,
-        "lease_renewal_ms": LEASE_TTL.as_millis() as u64,
-        "renew_every_ms": 1000,
-    })
-}
-
-fn connector(args: &DemoArgs, engine_id: &str) -> Vec<String> {
-    vec!["--connector".to_owned(), config(args, engine_id).to_string()]
-}
-
-async fn play(args: &DemoArgs, wishes: Vec<Wish>) -> Result<Outcome, Failure> {
+async fn play(args: &Arc<DemoArgs>, wishes: Vec<Wish>) -> Result<Outcome, Failure> {
     let client =
         reqwest::Client::builder().no_proxy().build().map_err(|e| Failure::new("make an HTTP client", e))?;
     let limit = Duration::from_secs(args.hang_limit_s);
+    let mut asker =
+        Asker { client: client.clone(), url: String::new(), concurrency: args.concurrency, limit };
 
     let references = {
-        let alone = Running::start("the reference engine", &engine(args, 1, 2048, &["--alone".to_owned()]))?;
+        let alone = stage::reference(args)?;
+        asker.url = alone.url.clone();
         let asked: Vec<Wish> = wishes.iter().cloned().map(|w| Wish { abort: AbortMode::None, ..w }).collect();
-        let seen = ask_all(&client, &alone.url, &asked, args.concurrency, limit, "reference").await;
-        seen.into_iter().map(tokens_of).collect::<Result<Vec<_>, _>>()?
+        let seen = asker.all(asked, "reference").await;
+        seen.into_iter()
+            .map(|(wish, seen)| Ok((wish.prompt, tokens_of(seen)?)))
+            .collect::<Result<BTreeMap<_, _>, Failure>>()?
     };
 
-    let mut more = connector(args, "demo-prefill");
-    let prefill = Running::start("the prefill engine", &engine(args, args.prefill_ranks, 2048, &more))?;
-    more = connector(args, "demo-decode");
-    if args.unmoved {
-        more.push("--unmoved".to_owned());
+    let mut stage = Stage::set(args, &client)?;
+    asker.url = stage.url();
+    let seen = strike::play(&mut stage, &asker, wishes).await?;
+    let figures = settle(&stage).await;
+    for name in stage.ended() {
+        eprintln!("kvx: {name} ended before its time");
     }
-    let decode =
-        Running::start("the decode engine", &engine(args, args.decode_ranks, args.kv_blocks, &more))?;
-    let route = ["route", "--prefill", &prefill.url, "--decode", &decode.url].map(str::to_owned);
-    let router = Running::start("the router", &route)?;
-
-    let seen = ask_all(&client, &router.url, &wishes, args.concurrency, limit, "hand-over").await;
-    let figures = settle(&client, &prefill.url, &decode.url).await;
-    for mut process in [prefill, decode, router] {
-        if process.has_ended() {
-            eprintln!("kvx: {} ended before its time", process.name());
-        }
-    }
-    let rows = wishes
-        .into_iter()
-        .zip(references)
-        .zip(seen)
-        .map(|((wish, reference), seen)| Row { wish, reference: Some(reference), seen })
-        .collect();
-    Ok(Outcome::new(rows, figures))
+    let row = |(wish, seen): (Wish, Seen)| {
+        let reference = references.get(&wish.prompt).cloned();
+        Row { wish, reference, seen }
+    };
+    Ok(Outcome::new(seen.into_iter().map(row).collect(), figures, args.fault, args.policy))
 }
 
 fn tokens_of(seen: Seen) -> Result<Vec<u32>, Failure> {
@@ -154,55 +127,53 @@ fn tokens_of(seen: Seen) -> Result<Vec<u32>, Failure> {
     }
 }
 
-async fn ask_all(
-    client: &reqwest::Client,
-    url: &str,
-    wishes: &[Wish],
+/// Asks for completions, some at the same time.
+pub(crate) struct Asker {
+    client: reqwest::Client,
+    url: String,
     concurrency: usize,
     limit: Duration,
-    title: &'static str,
-) -> Vec<Seen> {
-    // Drawn on standard error, and only where that is a terminal.
-    let bar = ProgressBar::new(wishes.len() as u64).with_message(title);
-    if let Ok(style) = ProgressStyle::with_template("{msg:<10} {wide_bar} {pos}/{len} {elapsed}") {
-        bar.set_style(style);
+}
+
+impl Asker {
+    async fn all(&self, wishes: Vec<Wish>, title: &'static str) -> Vec<(Wish, Seen)> {
+        // Drawn on standard error, and only where that is a terminal.
+        let bar = ProgressBar::new(wishes.len() as u64).with_message(title);
+        if let Ok(style) = ProgressStyle::with_template("{msg:<10} {wide_bar} {pos}/{len} {elapsed}") {
+            bar.set_style(style);
+        }
+        let bar = Arc::new(bar);
+        let seen = stream::iter(wishes)
+            .map(|wish| {
+                let bar = bar.clone();
+                async move {
+                    let seen = ask(&self.client, &self.url, &wish, self.limit).await;
+                    bar.inc(1);
+                    (wish, seen)
+                }
+            })
+            .buffered(self.concurrency)
+            .collect()
+            .await;
+        bar.finish();
+        seen
     }
-    let bar = Arc::new(bar);
-    let seen = stream::iter(wishes)
-        .map(|wish| {
-            let bar = bar.clone();
-            async move {
-                let seen = ask(client, url, wish, limit).await;
-                bar.inc(1);
-                seen
-            }
-        })
-        .buffered(concurrency)
-        .collect()
-        .await;
-    bar.finish();
-    seen
 }
 
 /// Waits until neither engine holds a block, for the life of a lease and a little more.
-async fn settle(client: &reqwest::Client, prefill: &str, decode: &str) -> Figures {
+async fn settle(stage: &Stage) -> Figures {
     let until = Instant::now() + LEASE_TTL + SETTLE;
     loop {
-        let figures =
-            Figures { producer: stats(client, prefill).await, consumer: stats(client, decode).await };
+        let figures = Figures {
+            producer: stage.producer().await,
+            consumer: stage.consumer().await,
+            former: stage.former().to_vec(),
+        };
         let idle = |v: &Value| v["blocks_held"] == 0 && v["unfinished"] == 0;
-        let done = (idle(&figures.producer) && idle(&figures.consumer)) || Instant::now() >= until;
-        if done {
+        let done = figures.producer.as_ref().is_none_or(idle) && idle(&figures.consumer);
+        if done || Instant::now() >= until {
             return figures;
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-}
-
-async fn stats(client: &reqwest::Client, url: &str) -> Value {
-    let answer = client.get(format!("{url}/stats")).timeout(Duration::from_secs(10)).send().await;
-    match answer {
-        Ok(answer) => answer.json().await.unwrap_or(Value::Null),
-        Err(_) => Value::Null,
     }
 }

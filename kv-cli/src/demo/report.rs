@@ -1,12 +1,24 @@
 //! What the demonstration found, as a table for people and an object for programs.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use comfy_table::presets::UTF8_FULL_CONDENSED;
 use comfy_table::{Cell, CellAlignment, Color, ContentArrangement, Table};
 use serde_json::{Value, json};
 
+use clap::ValueEnum;
+use kv_connector::recovery::Policy;
+
+use super::args::FaultMode;
 use super::client::{Ending, Seen, Wish};
+
+/// What an engine's error says of a load that failed.
+const LOAD_FAILED: &str = "could not be loaded";
+
+fn fault_name(fault: FaultMode) -> String {
+    fault.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
 
 /// One request beside its reference.
 pub(crate) struct Row {
@@ -17,8 +29,34 @@ pub(crate) struct Row {
 
 /// The engines' figures after everything has settled.
 pub(crate) struct Figures {
-    pub(crate) producer: Value,
+    /// `None` if P was killed for good.
+    pub(crate) producer: Option<Value>,
     pub(crate) consumer: Value,
+    /// What decode engines said before they were killed.
+    pub(crate) former: Vec<Value>,
+}
+
+impl Figures {
+    fn producer(&self) -> &Value {
+        self.producer.as_ref().unwrap_or(&Value::Null)
+    }
+
+    /// Sums a figure over the lives of D.
+    fn sum(&self, pointer: &str) -> u64 {
+        let of = |figures: &Value| figures.pointer(pointer).and_then(Value::as_u64).unwrap_or(0);
+        self.former.iter().chain([&self.consumer]).map(of).sum()
+    }
+
+    /// Why loads failed, over the lives of D.
+    fn reasons(&self) -> BTreeMap<String, u64> {
+        let mut all = BTreeMap::new();
+        for figures in self.former.iter().chain([&self.consumer]) {
+            for (name, count) in figures["connector"]["loads"]["failed"].as_object().into_iter().flatten() {
+                *all.entry(name.clone()).or_default() += count.as_u64().unwrap_or(0);
+            }
+        }
+        all
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +93,8 @@ impl Row {
 pub(crate) struct Outcome {
     rows: Vec<Row>,
     figures: Figures,
+    fault: FaultMode,
+    policy: Policy,
 }
 
 fn milliseconds(span: Duration) -> f64 {
@@ -68,8 +108,8 @@ fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
 }
 
 impl Outcome {
-    pub(crate) fn new(rows: Vec<Row>, figures: Figures) -> Self {
-        Self { rows, figures }
+    pub(crate) fn new(rows: Vec<Row>, figures: Figures, fault: FaultMode, policy: Policy) -> Self {
+        Self { rows, figures, fault, policy }
     }
 
     fn count(&self, judgement: Judgement) -> usize {
@@ -90,16 +130,36 @@ impl Outcome {
         figures["blocks_held"].as_u64().unwrap_or(u64::MAX)
     }
 
-    /// Whether every answer equals its reference and nothing is held.
+    /// Blocks held in the end. An engine that was killed for good holds nothing.
+    fn held_in_the_end(&self) -> [u64; 2] {
+        [self.figures.producer.as_ref().map_or(0, Self::held), Self::held(&self.figures.consumer)]
+    }
+
+    /// Whether every answer equals its reference and nothing is held. Under a fault requests that P never answered do
+    /// not count, and with the policy `fail` a request may end with the error that says that its load failed.
     pub(crate) fn is_good(&self) -> bool {
         // Answers that were all computed here would be equal too, and show nothing.
         let handed_over = self.sum("/prompt_tokens_details/external_tokens") > 0;
+        let clean = if self.policy == Policy::Fail { self.clean_errors() } else { 0 };
         handed_over
             && self.requests() > 0
-            && self.count(Judgement::Equal) == self.requests()
-            && self.count(Judgement::NotPrefilled) == 0
-            && Self::held(&self.figures.producer) == 0
-            && Self::held(&self.figures.consumer) == 0
+            && self.count(Judgement::Equal) + clean == self.requests()
+            && (self.fault != FaultMode::None || self.count(Judgement::NotPrefilled) == 0)
+            && (self.fault == FaultMode::None || self.has_struck())
+            && self.held_in_the_end() == [0, 0]
+    }
+
+    /// Errors that say what failed.
+    fn clean_errors(&self) -> usize {
+        let clean = |row: &&Row| matches!(&row.seen.ending, Ending::Error(why) if why.contains(LOAD_FAILED));
+        self.rows.iter().filter(clean).count()
+    }
+
+    /// Whether the fault did anything. A killed D has taken its figures along, and what is random may miss.
+    fn has_struck(&self) -> bool {
+        matches!(self.fault, FaultMode::KillDecode | FaultMode::Mixed)
+            || !self.figures.reasons().is_empty()
+            || self.figures.sum("/workers/retried") > 0
     }
 
     fn pull_gbps(&self) -> f64 {
@@ -115,7 +175,9 @@ impl Outcome {
     }
 
     pub(crate) fn json(&self) -> Value {
-        let leases = &self.figures.producer["connector"]["leases"];
+        let leases = &self.figures.producer()["connector"]["leases"];
+        let [held_p, held_d] = self.held_in_the_end();
+        let held = |count: u64| if count == u64::MAX { Value::Null } else { count.into() };
         let failed = &self.figures.consumer["connector"]["loads"]["failed"];
         let first = self.first_tokens();
         json!({
@@ -129,18 +191,29 @@ impl Outcome {
             "prompt_tokens": self.sum("/prompt_tokens"),
             "external_tokens": self.sum("/prompt_tokens_details/external_tokens"),
             "blocks_held": {
-                "producer": self.figures.producer["blocks_held"],
-                "consumer": self.figures.consumer["blocks_held"],
+                "producer": held(held_p),
+                "consumer": held(held_d),
             },
             "leases": {
                 "granted": leases["granted"],
                 "confirmed": leases["confirmed"],
                 "released": leases["released"],
                 "expired": leases["expired"],
+                "consumer_lost": leases["consumer_lost"],
                 "lapsed": failed["lapsed"].as_u64().unwrap_or(0),
             },
+            "fault": fault_name(self.fault),
+            "policy": self.policy.name(),
+            "recovered": {
+                "requests": self.figures.sum("/recovered/requests"),
+                "ended": self.figures.sum("/recovered/ended"),
+                "tokens_recomputed": self.figures.sum("/recovered/tokens_recomputed"),
+                "tokens_kept": self.figures.sum("/recovered/tokens_kept"),
+                "pulls_retried": self.figures.sum("/workers/retried"),
+            },
+            "reasons": self.figures.reasons(),
             "loads_failed": failed,
-            "early_ends": self.figures.producer["workers"]["early_ends"],
+            "early_ends": self.figures.producer()["workers"]["early_ends"],
             "preempted": self.figures.consumer["preempted"],
             "pull_gbps": (self.pull_gbps() * 1000.0).round() / 1000.0,
             "ttft_ms": { "p50": quantile(&first, 0.5), "p99": quantile(&first, 0.99) },
@@ -240,6 +313,19 @@ impl Outcome {
                 n("/blocks_held/producer"),
                 n("/blocks_held/consumer")
             ),
+            if self.fault == FaultMode::None {
+                String::new()
+            } else {
+                format!(
+                    "recovery  {} requests went on after their load failed ({} tokens computed here, {} kept), {} ended, {} pulls tried again; {}",
+                    n("/recovered/requests"),
+                    n("/recovered/tokens_recomputed"),
+                    n("/recovered/tokens_kept"),
+                    n("/recovered/ended"),
+                    n("/recovered/pulls_retried"),
+                    n("/reasons")
+                )
+            },
             format!(
                 "speed     {} GB/s in pulls; first token {} ms at the median, {} ms at the 99th percentile",
                 n("/pull_gbps"),
@@ -247,7 +333,7 @@ impl Outcome {
                 n("/ttft_ms/p99")
             ),
         ];
-        lines.join("\n")
+        lines.into_iter().filter(|line| !line.is_empty()).collect::<Vec<_>>().join("\n")
     }
 }
 
@@ -257,7 +343,13 @@ mod tests {
     use crate::demo::args::AbortMode;
 
     fn row(ending: Ending, reference: &[u32]) -> Row {
-        let wish = Wish { id: "r".into(), prompt: "abc".into(), max_tokens: 2, abort: AbortMode::None };
+        let wish = Wish {
+            id: "r".into(),
+            prompt: "abc".into(),
+            max_tokens: 2,
+            abort: AbortMode::None,
+            handshake_port: None,
+        };
         Row { wish, reference: Some(reference.to_vec()), seen: Seen { ending, first_token: None } }
     }
 
@@ -272,12 +364,38 @@ mod tests {
 
     fn figures(held: u64) -> Figures {
         let value = json!({ "blocks_held": held, "connector": { "leases": { "granted": 1 } } });
-        Figures { producer: value.clone(), consumer: value }
+        Figures { producer: Some(value.clone()), consumer: value, former: Vec::new() }
+    }
+
+    fn outcome(rows: Vec<Row>, figures: Figures) -> Outcome {
+        Outcome::new(rows, figures, FaultMode::None, Policy::Recompute)
+    }
+
+    #[test]
+    fn under_a_fault_clean_errors_are_good_by_policy_and_a_fault_that_missed_is_not() {
+        let failed = |reason: &str| {
+            let consumer = json!({ "blocks_held": 0, "connector": { "loads": { "failed": { reason: 2 } } } });
+            Figures { producer: None, consumer: consumer.clone(), former: vec![consumer] }
+        };
+        let rows = || {
+            let error = Ending::Error("the KV cache of the prompt could not be loaded: gone".into());
+            vec![row(answered(&[1]), &[1]), row(error, &[1]), row(Ending::NotPrefilled("x".into()), &[1])]
+        };
+        let judge = |rows, figures, policy| Outcome::new(rows, figures, FaultMode::KillPrefill, policy);
+        let good = judge(rows(), failed("peer_lost"), Policy::Fail);
+        assert!(good.is_good());
+        assert_eq!(good.json()["reasons"], json!({ "peer_lost": 4 }), "over all lives of D");
+        assert_eq!(good.json()["blocks_held"], json!({ "producer": 0, "consumer": 0 }));
+        assert!(!judge(rows(), failed("peer_lost"), Policy::Recompute).is_good(), "it was to be computed");
+        let other = vec![row(answered(&[1]), &[1]), row(Ending::Error("x".into()), &[1])];
+        assert!(!judge(other, failed("peer_lost"), Policy::Fail).is_good(), "some other error");
+        let missed = Figures { producer: None, ..figures(0) };
+        assert!(!judge(vec![row(answered(&[1]), &[1])], missed, Policy::Recompute).is_good());
     }
 
     #[test]
     fn only_equal_answers_and_free_blocks_are_good() {
-        let good = |rows: Vec<Row>, held| Outcome::new(rows, figures(held)).is_good();
+        let good = |rows: Vec<Row>, held| outcome(rows, figures(held)).is_good();
         assert!(good(vec![row(answered(&[1, 2]), &[1, 2])], 0));
         assert!(!good(vec![row(answered_with(&[1, 2], 0), &[1, 2])], 0), "nothing was handed over");
         assert!(!good(vec![row(answered(&[1, 3]), &[1, 2])], 0), "wrong");
@@ -286,8 +404,8 @@ mod tests {
         assert!(!good(vec![row(Ending::NotPrefilled("x".into()), &[1])], 0), "not prefilled");
         assert!(!good(vec![row(Ending::Aborted, &[1])], 0), "nothing but aborts shows nothing");
         assert!(good(vec![row(answered(&[1]), &[1]), row(Ending::Aborted, &[1])], 0));
-        let silent = Figures { producer: Value::Null, consumer: Value::Null };
-        assert!(!Outcome::new(vec![row(answered(&[1]), &[1])], silent).is_good(), "an engine that is gone");
+        let silent = Figures { producer: Some(Value::Null), consumer: Value::Null, former: Vec::new() };
+        assert!(!outcome(vec![row(answered(&[1]), &[1])], silent).is_good(), "an engine that is gone");
     }
 
     #[test]
@@ -300,7 +418,7 @@ mod tests {
             row(Ending::Error("x".into()), &[1]),
             row(Ending::Hung, &[1]),
         ];
-        let json = Outcome::new(rows, figures(0)).json();
+        let json = outcome(rows, figures(0)).json();
         assert_eq!(json["requests"], 4);
         for key in ["equal", "wrong", "aborted", "not_prefilled", "errors", "hung"] {
             assert_eq!(json[key], 1, "{key}");

@@ -53,3 +53,10 @@ pub(crate) fn kill(pid: u32) {
     let done = std::process::Command::new("sh").args(["-c", &format!("kill -9 {pid}")]).status().unwrap();
     assert!(done.success());
 }
+
+/// Asks a process to end, as a shell does.
+pub(crate) fn terminate(pid: u32, signal: &str) {
+    let done =
+        std::process::Command::new("sh").args(["-c", &format!("kill -{signal} {pid}")]).status().unwrap();
+    assert!(done.success());
+}

@@ -50,6 +50,21 @@ pub struct CoreStats {
     pub preempted: u64,
     /// Steps ordered.
     pub steps: u64,
+    /// What failed loads cost.
+    pub recovered: Recovered,
+}
+
+/// What failed loads cost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Recovered {
+    /// Requests that went on after their load had failed.
+    pub requests: u64,
+    /// Requests that ended with it.
+    pub ended: u64,
+    /// Tokens that were to come from a producer and are computed here.
+    pub tokens_recomputed: u64,
+    /// Tokens that had come, and were confirmed, before the load failed.
+    pub tokens_kept: u64,
 }
 
 struct Ordered {
@@ -381,6 +396,7 @@ impl Core {
         }
         if remote > 0 {
             request.stage = Stage::Loading;
+            request.loading = remote;
             self.happenings.push((number, Happening::Loading { tokens: remote }));
         } else {
             self.run(number, local);
@@ -518,6 +534,10 @@ impl Core {
                 self.run(number, tokens);
             }
             LoadResult::Failed { reason, detail, invalid, valid_tokens, hold } => {
+                let id = request.ask.id.clone();
+                let kept = valid_tokens.saturating_sub(request.usage.cached_tokens);
+                let recomputed = request.loading.saturating_sub(kept);
+                request.usage.external_tokens = kept;
                 if let Some(hold) = hold {
                     let kept = (valid_tokens / self.settings.block_tokens) as usize;
                     let lost = request.blocks.split_off(kept.min(request.blocks.len()));
@@ -526,8 +546,17 @@ impl Core {
                 let failed = FailedLoad { reason, invalid, valid_tokens };
                 self.happenings.push((number, Happening::LoadFailed { reason, detail: detail.clone() }));
                 match decide(self.settings.policy, &failed) {
-                    Decision::ResumeFrom { tokens } => self.run(number, tokens),
+                    Decision::ResumeFrom { tokens } => {
+                        tracing::warn!(%id, reason = reason.name(), kept, recomputed, %detail, "a load failed; its prompt is computed here");
+                        let recovered = &mut self.stats.recovered;
+                        recovered.requests += 1;
+                        recovered.tokens_recomputed += u64::from(recomputed);
+                        recovered.tokens_kept += u64::from(kept);
+                        self.run(number, tokens);
+                    }
                     _ => {
+                        self.stats.recovered.ended += 1;
+                        tracing::warn!(%id, reason = reason.name(), %detail, "a load failed; its request ends");
                         let message = format!("the KV cache of the prompt could not be loaded: {detail}");
                         self.happenings.push((number, Happening::Failed { client: false, message }));
                         self.finish(number, false);

@@ -72,6 +72,7 @@ pub(super) fn spawn_workers(
             connector: options.connector.clone().zip(identity.cloned()),
             gather_socket: gather.to_string_lossy().into_owned(),
             unmoved: options.unmoved,
+            faults: options.faults.clone(),
         };
         let sent = send(&mut stream, &ToWorker::Start(Box::new(start)));
         links.push(WorkerLink { stream, child });

@@ -38,6 +38,8 @@ pub struct EngineOptions {
     pub connector: Option<Config>,
     /// Claim every read without doing it.
     pub unmoved: bool,
+    /// A plan of faults, as [`crate::faults::FaultPlan::parse`] reads it, that the workers' transports suffer.
+    pub faults: Option<String>,
     /// Program and arguments that run [`super::worker::run`] with a socket's path, which is added at the end.
     pub worker_command: Vec<String>,
 }

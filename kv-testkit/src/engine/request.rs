@@ -109,6 +109,8 @@ pub(super) struct Request {
     /// Counts preemptions, so that a result from before one is not taken for one from after.
     pub(super) epoch: u32,
     pub(super) usage: Usage,
+    /// Tokens that its load was to bring.
+    pub(super) loading: u32,
 }
 
 impl Request {
@@ -125,6 +127,7 @@ impl Request {
             pending: 0,
             epoch: 0,
             usage,
+            loading: 0,
         }
     }
 

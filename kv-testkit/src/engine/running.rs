@@ -188,6 +188,8 @@ impl Running {
                     "confirmed": stats.producer.confirmed,
                     "released": stats.producer.released,
                     "expired": stats.producer.expired,
+                    "consumer_lost": stats.producer.consumer_lost,
+                    "revoked": stats.producer.revoked,
                     "forgotten": stats.producer.forgotten,
                 },
                 "loads": {
@@ -208,6 +210,12 @@ impl Running {
             "stray_aborts": core.stray_aborts,
             "preempted": core.preempted,
             "steps": core.steps,
+            "recovered": {
+                "requests": core.recovered.requests,
+                "ended": core.recovered.ended,
+                "tokens_recomputed": core.recovered.tokens_recomputed,
+                "tokens_kept": core.recovered.tokens_kept,
+            },
             "blocks": pool.size(),
             "blocks_held": pool.held(),
             "connector": connector,
@@ -218,6 +226,7 @@ impl Running {
                 "renewals": sum(|c| c.renewals),
                 "expelled": sum(|c| c.expelled),
                 "pulls": sum(|c| c.pulls),
+                "retried": sum(|c| c.retried),
             },
         })
     }

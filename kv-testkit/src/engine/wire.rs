@@ -38,6 +38,8 @@ pub struct WorkerStart {
     pub gather_socket: String,
     /// Claim every read without doing it: the control that shows that a missing transfer is noticed.
     pub unmoved: bool,
+    /// A plan of faults, as text, that this worker's transport suffers.
+    pub faults: Option<String>,
 }
 
 /// A piece of work of one step.
@@ -94,6 +96,8 @@ pub struct WorkerCounters {
     pub expelled: u64,
     /// Pulls that have not ended.
     pub pulls: u64,
+    /// Times that a pull was tried again.
+    pub retried: u64,
 }
 
 /// From a worker.

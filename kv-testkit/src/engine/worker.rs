@@ -18,6 +18,7 @@ use super::gather::SocketReduce;
 use super::model::{Chunk, ModelConfig, ModelError, Shard, Weights};
 use super::store::MemoryStore;
 use super::wire::{FromWorker, ModelSource, StepOrder, ToWorker, WorkerCounters, WorkerStart, receive, send};
+use crate::faults::{FaultPlan, FaultyTransport, PlanError};
 use crate::unmoved::Unmoved;
 
 /// Seed and size of the model that is used when no folder is named.
@@ -44,6 +45,9 @@ pub enum WorkerProcessError {
     /// The scheduler process or another rank is gone.
     #[error("connection inside the engine: {0}")]
     Io(#[from] io::Error),
+    /// The plan of faults cannot be.
+    #[error(transparent)]
+    Faults(#[from] PlanError),
     /// The scheduler process sent something else than was expected.
     #[error("the scheduler process sent {got} where {expected} was expected")]
     Unexpected {
@@ -121,13 +125,15 @@ fn serve(
                 // A closed queue means that this worker is ending anyway.
                 on_report: Box::new(move || drop(nudges.send(FromWorker::Nudge))),
             };
-            let transport = open_transport(settings)?;
-            let connector = if start.unmoved {
-                WorkerConnector::start_over(settings, identity, setup, Arc::new(Unmoved::new(transport)))?
-            } else {
-                WorkerConnector::start_over(settings, identity, setup, transport)?
-            };
-            Some(connector)
+            let mut transport = open_transport(settings)?;
+            if start.unmoved {
+                transport = Arc::new(Unmoved::new(transport));
+            }
+            if let Some(plan) = &start.faults {
+                let plan = FaultPlan::parse(plan)?;
+                transport = Arc::new(FaultyTransport::new(transport, &plan).map_err(ConnectorError::from)?);
+            }
+            Some(WorkerConnector::start_over(settings, identity, setup, transport)?)
         }
     };
     drop(weights);
@@ -211,6 +217,7 @@ impl Rig {
             renewals: stats.peers.renewals,
             expelled: stats.readers.expelled,
             pulls: stats.pulls,
+            retried: stats.retried,
         }
     }
 }

@@ -142,6 +142,7 @@ impl Names {
             stall: Duration::from_millis(100),
             prolong_bytes: u64::MAX,
             portion_bytes: u64::MAX,
+            retries: 0,
             remember_ended: Duration::from_secs(10),
             peer_idle: Duration::from_secs(60),
         };

@@ -36,6 +36,7 @@ const LIMITS: WorkerLimits = WorkerLimits {
     renew_every: Duration::from_millis(100),
     // Some reads of a world are that long, others are not.
     prolong_bytes: 3 * CELL_BYTES * LAYERS as u64,
+    retries: 1,
     portion_bytes: 2 * CELL_BYTES * LAYERS as u64,
     remember_ended: Duration::from_millis(2_000),
     peer_idle: Duration::from_millis(5_000),

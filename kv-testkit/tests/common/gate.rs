@@ -1,15 +1,9 @@
 //! A transport whose reads a test holds back or lets fail.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use async_trait::async_trait;
-use kv_transport::{
-    Address, Capabilities, Event, Memory, OpId, PeerId, RangeSet, ReadError, ReadOutcome, ReadRequest,
-    RegionId, RegionKey, Transport, TransportError,
-};
-use tokio::sync::Notify;
+use kv_testkit::passthrough::{Interpose, Passthrough, Through};
+use kv_transport::{Event, OpId, RangeSet, ReadError, ReadOutcome, ReadRequest, Transport, TransportError};
 
 /// What becomes of reads.
 #[derive(Debug, Clone)]
@@ -27,24 +21,26 @@ struct State {
     mode: Mode,
     held: Vec<ReadRequest>,
     cancelled: Vec<OpId>,
-    events: VecDeque<Event>,
+}
+
+/// What stands before the transport: reads go as the [`Mode`] says.
+#[derive(Debug)]
+pub(crate) struct Bar {
+    through: Through,
+    state: Mutex<State>,
 }
 
 /// Passes everything through to another transport, reads as the [`Mode`] says.
-#[derive(Debug)]
-pub(crate) struct Gate {
-    inner: Arc<dyn Transport>,
-    state: Mutex<State>,
-    news: Notify,
-}
+pub(crate) type Gate = Passthrough<Bar>;
 
-impl Gate {
-    pub(crate) fn new(inner: Arc<dyn Transport>, mode: Mode) -> Arc<Self> {
-        let state = State { mode, held: Vec::new(), cancelled: Vec::new(), events: VecDeque::new() };
-        Arc::new(Self { inner, state: Mutex::new(state), news: Notify::new() })
+impl Bar {
+    /// A gate before a transport.
+    pub(crate) fn before(inner: Arc<dyn Transport>, mode: Mode) -> Arc<Gate> {
+        let state = Mutex::new(State { mode, held: Vec::new(), cancelled: Vec::new() });
+        Arc::new(Passthrough::over(Self { through: Through::new(inner), state }))
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -67,7 +63,7 @@ impl Gate {
         };
         for request in held {
             let (op, size) = (request.op, request.range_count());
-            if self.inner.read(request).is_err() {
+            if self.through.inner().read(request).is_err() {
                 self.end(op, size, ReadError::Closed);
             }
         }
@@ -75,49 +71,19 @@ impl Gate {
 
     fn end(&self, op: OpId, size: usize, error: ReadError) {
         let outcome = ReadOutcome { result: Err(error), arrived: RangeSet::none(size) };
-        self.state().events.push_back(Event::ReadCompleted { op, outcome });
-        self.news.notify_one();
+        self.through.tell(Event::ReadCompleted { op, outcome });
     }
 }
 
-#[async_trait]
-impl Transport for Gate {
-    fn name(&self) -> &'static str {
-        self.inner.name()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn address(&self) -> Address {
-        self.inner.address()
-    }
-
-    fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
-        self.inner.register(memory)
-    }
-
-    fn key(&self, region: RegionId) -> Result<RegionKey, TransportError> {
-        self.inner.key(region)
-    }
-
-    fn deregister(&self, region: RegionId) -> Result<(), TransportError> {
-        self.inner.deregister(region)
-    }
-
-    fn connect(&self, address: &Address, limit: Duration) -> Result<PeerId, TransportError> {
-        self.inner.connect(address, limit)
-    }
-
-    fn disconnect(&self, peer: PeerId) -> Result<(), TransportError> {
-        self.inner.disconnect(peer)
+impl Interpose for Bar {
+    fn through(&self) -> &Through {
+        &self.through
     }
 
     fn read(&self, request: ReadRequest) -> Result<(), TransportError> {
         let mode = self.state().mode.clone();
         match mode {
-            Mode::Open => self.inner.read(request),
+            Mode::Open => self.through.inner().read(request),
             Mode::Closed => {
                 self.state().held.push(request);
                 Ok(())
@@ -134,29 +100,14 @@ impl Transport for Gate {
         state.cancelled.push(op);
         if !state.held.iter().any(|request| request.op == op) {
             drop(state);
-            self.inner.cancel(op);
+            self.through.inner().cancel(op);
         }
     }
 
-    fn send(&self, peer: PeerId, message: Vec<u8>) -> Result<(), TransportError> {
-        self.inner.send(peer, message)
-    }
-
-    async fn next_event(&self) -> Option<Event> {
-        loop {
-            let own = self.state().events.pop_front();
-            if own.is_some() {
-                return own;
-            }
-            tokio::select! {
-                event = self.inner.next_event() => return event,
-                () = self.news.notified() => {}
-            }
+    fn closing(&self) {
+        let held = std::mem::take(&mut self.state().held);
+        for request in held {
+            self.end(request.op, request.range_count(), ReadError::Closed);
         }
-    }
-
-    async fn shutdown(&self, limit: Duration) {
-        self.state().held.clear();
-        self.inner.shutdown(limit).await;
     }
 }

@@ -10,7 +10,7 @@ use kv_testkit::engine::model::Shard;
 use kv_testkit::engine::store::MemoryStore;
 use serde_json::{Value, json};
 
-use super::gate::{Gate, Mode};
+use super::gate::{Bar, Gate, Mode};
 use super::{LIMIT, Rig, ask_with, news, settings, tiny};
 
 /// An engine with a connector, its transport behind a gate.
@@ -33,7 +33,7 @@ pub(crate) fn engine(name: &str, settings: CoreSettings, config: &Config, mode: 
             let _ = told.send(());
         }),
     };
-    let gate = Gate::new(open_transport(&config).unwrap(), mode);
+    let gate = Bar::before(open_transport(&config).unwrap(), mode);
     let worker = WorkerConnector::start_over(&config, &identity, setup, gate.clone()).unwrap();
     let scheduler = SchedulerConnector::start(&config, &identity, &[worker.card().unwrap()]).unwrap();
     let core = Core::new(settings.clone(), Some(scheduler));

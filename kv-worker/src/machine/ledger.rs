@@ -261,13 +261,12 @@ impl Ledger {
         let expires = now + Duration::from_millis(terms.ttl_ms);
         let latest = now + Duration::from_millis(terms.max_ms);
         let mut wanted = Vec::new();
-        for (reader, named) in wishes {
-            if named == offer {
-                wanted.push(reader);
-            } else {
+        wanted.extend(wishes.iter().filter(|(_, named)| *named == offer).map(|(reader, _)| *reader));
+        for (reader, named) in wishes.into_iter().filter(|(_, named)| *named != offer) {
+            if !wanted.contains(&reader) {
                 self.forsake(reader, lease);
-                self.notices.push((reader, (lease, named)));
             }
+            self.notices.push((reader, (lease, named)));
         }
         self.timers.set(if wanted.is_empty() { expires } else { latest }, TimerKey::Lease(lease));
         let (confirmed, ends) = (Vec::new(), BTreeMap::new());
@@ -354,14 +353,13 @@ impl Ledger {
                     return Some(if same { Answer::Confirmed } else { self.lapse(how) });
                 }
                 if how == Ending::ReadMore {
+                    // One more than are remembered is true all the same; only its repetition after the end is not.
                     if again {
                         self.stats.strays += 1;
                     } else if confirmed.len() < READERS_MAX {
                         confirmed.push((reader, attempt));
-                        self.stats.confirmed += 1;
-                    } else {
-                        return Some(self.lapse(how));
                     }
+                    self.stats.confirmed += u64::from(!again);
                     return Some(Answer::Confirmed);
                 }
                 if ends.len() >= READERS_MAX {
@@ -374,6 +372,10 @@ impl Ledger {
                 if complete {
                     let end = if all_read { LeaseEnd::Confirmed } else { LeaseEnd::Released };
                     self.end(now, lease, end);
+                } else if self.living.get(&reader).is_some_and(|living| living.leases.contains(&lease)) {
+                    // Who has ended wants it no more, and must not keep it for readers that may be dead.
+                    self.forsake(reader, lease);
+                    self.unwanted(reader, lease, now + self.grace());
                 }
                 if how == Ending::Released {
                     return Some(Answer::Lapsed);
@@ -444,7 +446,12 @@ impl Ledger {
         for (lease, named) in names {
             let added = match self.leases.get_mut(lease) {
                 Some(Lease::Held { offer, expires, latest, wanted, ends, .. }) if offer == named => {
-                    if ends.contains_key(&reader) || wanted.contains(&reader) {
+                    if wanted.contains(&reader) {
+                        continue;
+                    }
+                    if ends.contains_key(&reader) {
+                        // For this reader it is over.
+                        not_held.push((*lease, *named));
                         continue;
                     }
                     if wanted.is_empty() {
@@ -463,8 +470,8 @@ impl Ledger {
                     if wanted.contains(&(reader, *named)) {
                         continue;
                     }
-                    // A second wish of one reader for one lease, under another name, cannot be true as well.
-                    let room = wanted.len() < EARLY_MAX && wanted.iter().all(|(other, _)| *other != reader);
+                    // Of two names that one reader has for one lease, the grant will say which is true.
+                    let room = wanted.len() < EARLY_MAX;
                     if room {
                         wanted.push((reader, *named));
                     }
@@ -505,8 +512,10 @@ impl Ledger {
     pub fn relisted(&mut self, now: Moment, reader: Reader) {
         let Some(living) = self.living.remove(&reader) else { return };
         self.timers.clear(living.until, TimerKey::Reader(reader));
+        // No lease lives shorter than the last sign of life promised.
+        let floor = living.until.max(now + self.grace());
         for lease in living.leases {
-            self.unwanted(reader, lease, now + self.grace());
+            self.unwanted(reader, lease, floor);
         }
     }
 

@@ -221,10 +221,14 @@ fn who_names_another_offer_keeps_nothing() {
     ledger.announce(LeaseId(8));
     let (liar, other) = ((LeaseId(8), OfferDigest::from_bytes([8; 16])), reader(1, 0));
     assert!(ledger.want(at(1_001), other, &[liar]).is_empty());
-    assert_eq!(ledger.want(at(1_001), other, &names(&[8])), names(&[8]), "one wish per reader and lease");
+    assert!(ledger.want(at(1_001), other, &names(&[8])).is_empty(), "another request of the same reader");
     ledger.grant(at(1_002), LeaseId(8), TERMS, OFFER);
     assert_eq!(ledger.take_notices(), [(other, liar)]);
-    assert!(ledger.living.is_empty());
+    assert_eq!(ledger.living.len(), 1, "the true one is kept");
+    ledger.announce(LeaseId(9));
+    ledger.want(at(1_003), reader(2, 0), &[(LeaseId(9), liar.1)]);
+    ledger.grant(at(1_004), LeaseId(9), TERMS, OFFER);
+    assert_eq!(ledger.living.len(), 1);
 }
 
 // H-13
@@ -260,9 +264,9 @@ fn what_is_dropped_or_not_named_again_lives_for_the_grace_or_its_own_time() {
     ledger.want(at(10), r, &[(L, OFFER)]);
     ledger.heard(at(790), r);
     ledger.heard(at(1_580), r);
-    ledger.relisted(at(2_000), r);
-    assert_eq!(end_of(&mut ledger, 2_299), None);
-    assert_eq!(end_of(&mut ledger, 2_300), Some(LeaseEnd::Expired));
+    ledger.relisted(at(1_700), r);
+    assert_eq!(end_of(&mut ledger, 2_379), None, "as long as the last sign of life promised");
+    assert_eq!(end_of(&mut ledger, 2_380), Some(LeaseEnd::Expired));
 }
 
 // H-26
@@ -293,6 +297,37 @@ fn a_reader_with_several_requests_ends_the_lease_with_the_last_of_them() {
     assert_eq!(ledger.ending(at(30), L, more(5)), Some(Answer::Confirmed), "the same answer again");
     assert_eq!(ledger.ending(at(30), L, more(7)), Some(Answer::Lapsed), "too late");
     assert_eq!(ledger.stats().confirmed, 2);
+}
+
+// H-12, H-25
+#[test]
+fn p4_a_reader_that_has_ended_does_not_keep_a_lease_for_one_that_is_dead() {
+    let (a, b) = (reader(1, 0), reader(1, 1));
+    let mut ledger = granted();
+    for r in [a, b] {
+        ledger.want(at(10), r, &[(L, OFFER)]);
+    }
+    ledger.announce(LeaseId(8));
+    ledger.grant(at(10), LeaseId(8), TERMS, OFFER);
+    ledger.want(at(10), a, &names(&[8]));
+    assert_eq!(ledger.ending(at(20), L, done(a, 5, 2)), Some(Answer::Confirmed));
+    ledger.reader_lost(at(100), b);
+    ledger.heard(at(390), a);
+    ledger.time_passed(at(400));
+    assert_eq!(ledger.take_ended(), [(L, LeaseEnd::ConsumerLost)], "a lives on for another lease");
+    assert_eq!(ledger.want(at(410), a, &[(L, OFFER)]), [(L, OFFER)]);
+}
+
+// H-12
+#[test]
+fn however_many_requests_of_a_reader_read_under_a_lease_all_are_confirmed() {
+    let mut ledger = granted();
+    for attempt in 0..2 * READERS_MAX as u64 {
+        let more = ReaderEnding { ending: Ending::ReadMore, ..done(reader(1, 0), attempt, 1) };
+        assert_eq!(ledger.ending(at(10), L, more), Some(Answer::Confirmed));
+    }
+    let Some(Lease::Held { confirmed, .. }) = ledger.leases.get(&L) else { panic!("held") };
+    assert_eq!(confirmed.len(), READERS_MAX, "and a bounded number is remembered");
 }
 
 // H-14

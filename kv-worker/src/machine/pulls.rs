@@ -16,12 +16,13 @@
 //! held all the while.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use kv_proto::message::{OfferName, WorkerMessage};
+use kv_proto::message::OfferName;
 use kv_proto::{
-    Attempt, BlockLayout, ConsumerOrder, GroupBlocks, LeaseId, LoadFailure, LoadId, LoadStats, Moment,
-    PeerLocator, Plan, PullEnd, ReleaseReason, Timers,
+    Attempt, BlockLayout, ConsumerOrder, GroupBlocks, LoadFailure, LoadId, LoadStats, Moment, PeerLocator,
+    Plan, PullEnd, ReleaseReason, Timers,
 };
 use kv_transport::RegionId;
 
@@ -31,14 +32,17 @@ use crate::machine::peers::{Change, End, Peers, Standing};
 use crate::portions::Portions;
 use crate::ranges::{Side, check_groups, read_parts};
 
+mod again;
+mod ask;
 mod compare;
 
 use compare::Comparison;
 
 #[derive(Debug, Clone, Hash)]
 enum State {
-    /// For its peer.
-    Waiting { groups: Vec<GroupBlocks>, until: Moment },
+    /// For its peer, and not before a time. `outage_counted`: the failure that it waits after was a try; the news that its
+    /// connection is lost is no other.
+    Waiting { groups: Vec<GroupBlocks>, until: Moment, not_before: Moment, outage_counted: bool },
     /// The transport owns the destination. `left` is what is not ordered yet, `doomed` why the result no longer counts.
     Reading { left: Portions, stats: LoadStats, until: Moment, doomed: Option<Failure> },
     /// Every byte is here; the producer has not yet said of all of them that they are its own.
@@ -57,6 +61,8 @@ struct Pull {
     read: u32,
     /// Of these, how many the producer has confirmed.
     verified: u32,
+    /// How often it was tried again.
+    retries: u32,
     /// With checksums.
     comparison: Option<Comparison>,
     state: State,
@@ -80,17 +86,42 @@ pub struct Pulls {
     pulls: BTreeMap<LoadId, Pull>,
     timers: Timers<LoadId>,
     ended: Vec<(LoadId, PullEnd)>,
+    stats: PullStats,
+}
+
+/// Counters. They only grow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PullStats {
+    /// Times that a pull was tried again.
+    pub retried: u64,
+}
+
+impl Hash for PullStats {
+    /// Counters are not state: two machines that differ in nothing else behave alike.
+    fn hash<H: Hasher>(&self, _: &mut H) {}
 }
 
 impl Pulls {
     /// Without pulls, over peers.
     pub fn new(peers: Peers) -> Self {
-        Self { peers, next: 0, pulls: BTreeMap::new(), timers: Timers::default(), ended: Vec::new() }
+        Self {
+            peers,
+            next: 0,
+            pulls: BTreeMap::new(),
+            timers: Timers::default(),
+            ended: Vec::new(),
+            stats: PullStats::default(),
+        }
     }
 
     /// The producers known.
     pub fn peers(&self) -> &Peers {
         &self.peers
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> PullStats {
+        self.stats
     }
 
     /// Pulls that have not ended.
@@ -162,10 +193,11 @@ impl Pulls {
         self.next = load.0.saturating_add(1);
         let (key, void) = self.peers.pull_began(now, config, peer, name, out);
         let until = now + config.limits.peer_wait;
-        let state = State::Waiting { groups, until };
+        let state = State::Waiting { groups, until, not_before: now, outage_counted: false };
         self.set(load, until);
         let comparison = config.checksums.then(Comparison::default);
-        let pull = Pull { name, peer: key, ordered_at: now, read: 0, verified: 0, comparison, state };
+        let (read, verified, retries) = (0, 0, 0);
+        let pull = Pull { name, peer: key, ordered_at: now, read, verified, retries, comparison, state };
         self.pulls.insert(load, pull);
         if void {
             return self.fail(now, config, load, not_held(), out);
@@ -183,8 +215,11 @@ impl Pulls {
         out: &mut Vec<Decision>,
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let State::Waiting { groups, until: waited_until } = &mut pull.state else { return };
-        let waited_until = *waited_until;
+        let State::Waiting { groups, until: waited_until, not_before, .. } = &mut pull.state else { return };
+        let (waited_until, not_before) = (*waited_until, *not_before);
+        if not_before > now {
+            return;
+        }
         let checked = match self.peers.standing(&pull.peer) {
             Standing::Pending => return,
             Standing::Failed(failure) => Err(failure.clone()),
@@ -192,13 +227,15 @@ impl Pulls {
                 .map_err(|error| Failure::new(LoadFailure::BadBlocks, error.to_string())),
         };
         if let Err(failure) = checked {
-            return self.fail(now, config, load, failure, out);
+            return self.fail_or_wait(now, config, load, failure, out);
         }
-        let left = Portions::of(std::mem::take(groups), &local.layout, config.limits.portion_bytes);
+        let mut left = Portions::of(std::mem::take(groups), &local.layout, config.limits.portion_bytes);
+        left.resume_at(pull.read);
         // The transport ends each read within its own limit; this one is for one that does not, and for all portions.
         let until = now + config.limits.read + config.limits.stall;
         pull.state = State::Reading { left, stats: LoadStats::default(), until, doomed: None };
         self.timers.clear(waited_until, load);
+        self.timers.clear(not_before, load);
         self.set(load, until);
         self.read_portion(now, config, local, load, out);
     }
@@ -214,7 +251,7 @@ impl Pulls {
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
         let State::Reading { left, stats, .. } = &mut pull.state else { return };
-        let first = left.taken() == 0;
+        let first = left.taken() == pull.read;
         let groups = left.take();
         let (link, parts) = match self.peers.standing(&pull.peer) {
             Standing::Ready(link, remote) => {
@@ -284,7 +321,12 @@ impl Pulls {
     fn end(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, end: End, out: &mut Vec<Decision>) {
         let Some(Pull { name, peer, state, .. }) = self.pulls.remove(&load) else { return };
         let asked = match state {
-            State::Waiting { until, .. } | State::Reading { until, .. } => {
+            State::Waiting { until, not_before, .. } => {
+                self.timers.clear(until, load);
+                self.timers.clear(not_before, load);
+                false
+            }
+            State::Reading { until, .. } => {
                 self.timers.clear(until, load);
                 false
             }
@@ -340,8 +382,11 @@ impl Pulls {
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
         let State::Reading { left, stats, until, doomed } = &mut pull.state else { return };
-        if let Some(failure) = doomed.take().or(result.err()) {
+        if let Some(failure) = doomed.take() {
             return self.fail(now, config, load, failure, out);
+        }
+        if let Err(failure) = result {
+            return self.fail_or_read_again(now, config, load, failure, out);
         }
         let from = std::mem::replace(&mut pull.read, left.taken());
         if let Some(groups) = pull.comparison.as_mut().and_then(|comparison| comparison.arrived(from)) {
@@ -386,49 +431,6 @@ impl Pulls {
         self.ask(load, out);
     }
 
-    /// Asks whether the lease held for what is here. The answer is no condition for going on.
-    fn check(&self, load: LoadId, out: &mut Vec<Decision>) {
-        let Some(pull) = self.pulls.get(&load) else { return };
-        if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
-            let (lease, offer) = pull.name;
-            let message = WorkerMessage::Check { lease, attempt: Attempt(load.0), offer, blocks: pull.read };
-            out.push(Decision::Send { link, message });
-        }
-    }
-
-    fn checked(
-        &mut self,
-        peer: &Arc<PeerLocator>,
-        lease: LeaseId,
-        load: LoadId,
-        blocks: u32,
-        held: bool,
-        out: &mut Vec<Decision>,
-    ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
-        if pull.name.0 != lease || pull.peer != *peer {
-            return;
-        }
-        if held {
-            // What a producer says of blocks that are not here says nothing.
-            pull.verified = pull.verified.max(blocks.min(pull.read));
-        } else if let State::Reading { doomed, .. } = &mut pull.state {
-            doomed.get_or_insert_with(not_held);
-            out.push(Decision::CancelRead { load });
-        }
-    }
-
-    /// Asks whether the lease held; if the peer is not ready, it is asked when it is.
-    fn ask(&self, load: LoadId, out: &mut Vec<Decision>) {
-        let Some(pull) = self.pulls.get(&load) else { return };
-        let State::Confirming { more, .. } = pull.state else { return };
-        if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
-            let (lease, offer) = pull.name;
-            let message = WorkerMessage::ReadDone { lease, attempt: Attempt(load.0), offer, more };
-            out.push(Decision::Send { link, message });
-        }
-    }
-
     /// Takes what became of peers.
     pub fn changed(
         &mut self,
@@ -442,7 +444,11 @@ impl Pulls {
             Change::Ready(peer) => {
                 for load in self.of_peer(&peer) {
                     match self.pulls.get(&load).map(|pull| &pull.state) {
-                        Some(State::Waiting { .. }) => self.begin(now, config, local, load, out),
+                        Some(State::Waiting { .. }) => {
+                            // Of an earlier try, whose connection took question or answer with it.
+                            self.ask_to_compare(load, 0..u32::MAX, out);
+                            self.begin(now, config, local, load, out);
+                        }
                         Some(State::Comparing { .. }) => self.ask_to_compare(load, 0..u32::MAX, out),
                         Some(State::Confirming { .. }) => self.ask(load, out),
                         Some(State::Reading { .. }) | None => {}
@@ -452,7 +458,7 @@ impl Pulls {
             Change::Failed(peer, failure) => {
                 for load in self.of_peer(&peer) {
                     if let Some(State::Waiting { .. }) = self.pulls.get(&load).map(|pull| &pull.state) {
-                        self.fail(now, config, load, failure.clone(), out);
+                        self.fail_or_wait(now, config, load, failure.clone(), out);
                     }
                 }
             }
@@ -478,33 +484,6 @@ impl Pulls {
             Change::Answered(peer, lease, attempt, confirmed) => {
                 self.answered(now, config, &peer, lease, attempt, confirmed, out);
             }
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)] // The answer's own parts, with time, configuration and output.
-    fn answered(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        peer: &Arc<PeerLocator>,
-        lease: LeaseId,
-        attempt: Attempt,
-        confirmed: bool,
-        out: &mut Vec<Decision>,
-    ) {
-        let load = LoadId(attempt.0);
-        let Some(pull) = self.pulls.get(&load) else { return };
-        let State::Confirming { mut stats, read_at, more, .. } = pull.state else { return };
-        if pull.name.0 != lease || pull.peer != *peer {
-            return;
-        }
-        if confirmed {
-            stats.confirm_us = micros(now.since(read_at));
-            self.end(now, config, load, End::Confirmed { more }, out);
-            self.ended.push((load, PullEnd::Loaded(stats)));
-        } else {
-            let detail = format!("{lease} of engine {} did not hold until the read had ended", peer.engine);
-            self.fail(now, config, load, Failure::new(LoadFailure::Lapsed, detail), out);
         }
     }
 
@@ -538,11 +517,18 @@ impl Pulls {
             self.changed(now, config, local, change, out);
         }
         while let Some(load) = self.timers.due(now) {
-            self.late(now, config, load, out);
+            self.late(now, config, local, load, out);
         }
     }
 
-    fn late(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, out: &mut Vec<Decision>) {
+    fn late(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        local: &LocalMemory,
+        load: LoadId,
+        out: &mut Vec<Decision>,
+    ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
         let engine = &pull.peer.engine;
         match &mut pull.state {
@@ -575,6 +561,10 @@ impl Pulls {
                 *repeat_at = now + config.limits.confirm_repeat;
                 self.timers.set(*repeat_at, load);
                 self.ask(load, out);
+            }
+            // Its peer may be ready, or ready again.
+            State::Waiting { not_before, .. } if *not_before <= now => {
+                self.begin(now, config, local, load, out)
             }
             State::Waiting { .. }
             | State::Reading { .. }

@@ -269,6 +269,10 @@ impl Readers {
         dropped: &[OfferName],
         out: &mut Vec<Decision>,
     ) {
+        // What is still under way over a connection of before says no more than that the reader lived.
+        if self.newest_link(from) != Some(link) {
+            return self.ledger.heard(now, from);
+        }
         let Some(Link::Greeted { next_seq, .. }) = self.links.get_mut(&link) else { return };
         let in_turn = if all { seq >= *next_seq } else { seq == *next_seq };
         if in_turn {
@@ -282,6 +286,11 @@ impl Readers {
                 out.push(Decision::Send { link, message: WorkerMessage::NotHeld { leases } });
             }
         } else if seq > *next_seq {
+            // Something before it is missing. What is wanted can be taken all the same; the new list corrects the rest.
+            let leases = self.ledger.want(now, from, wanted);
+            if !leases.is_empty() {
+                out.push(Decision::Send { link, message: WorkerMessage::NotHeld { leases } });
+            }
             out.push(Decision::Send { link, message: WorkerMessage::Relist {} });
         }
         self.ledger.heard(now, from);

@@ -22,6 +22,8 @@ pub struct WorkerStats {
     pub leases: u64,
     /// Pulls that have not ended.
     pub pulls: u64,
+    /// Times that a pull was tried again.
+    pub retried: u64,
     /// Producers known.
     pub producers: u64,
 }
@@ -125,6 +127,7 @@ impl WorkerMachine {
             peers: self.pulls.peers().stats(),
             leases: self.readers.ledger().len() as u64,
             pulls: self.pulls.len() as u64,
+            retried: self.pulls.stats().retried,
             producers: self.pulls.peers().len() as u64,
         }
     }

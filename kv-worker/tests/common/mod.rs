@@ -64,6 +64,7 @@ pub(crate) fn limits() -> WorkerLimits {
         renew_every: ms(RENEW_MS),
         prolong_bytes: 1 << 20,
         portion_bytes: 1 << 20,
+        retries: 0,
         remember_ended: ms(REMEMBER_MS),
         peer_idle: ms(IDLE_MS),
     }

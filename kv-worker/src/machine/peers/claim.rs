@@ -62,6 +62,8 @@ impl Claim {
     /// A pull that was counted out already ended like that.
     pub(crate) fn ended(&mut self, end: End) -> Last {
         self.settled |= end == End::Confirmed { more: false };
+        // Whoever came after the last one had asked has nothing to read.
+        self.void |= self.settled;
         match (self.is_used(), self.settled) {
             (true, _) => Last::No,
             (false, true) => Last::Settled,
@@ -85,13 +87,15 @@ pub(crate) struct Renewal {
     seq: u64,
     /// The next message begins a new list.
     all: bool,
+    /// The producer has asked for it.
+    pub(crate) asked: bool,
     pub(crate) news: BTreeMap<OfferName, News>,
 }
 
 impl Renewal {
     /// Nothing has been told yet.
     pub(crate) fn from_start<'a>(claims: impl Iterator<Item = (&'a OfferName, &'a Claim)>) -> Self {
-        let mut new = Self { seq: 0, all: true, news: BTreeMap::new() };
+        let mut new = Self { seq: 0, all: true, asked: false, news: BTreeMap::new() };
         new.restart(claims);
         new
     }
@@ -104,6 +108,7 @@ impl Renewal {
 
     /// The messages that tell the news; at least one, the sign of life.
     pub(crate) fn messages(&mut self) -> Vec<WorkerMessage> {
+        self.asked = false;
         let (mut wanted, mut dropped) = (Vec::new(), Vec::new());
         for (name, news) in std::mem::take(&mut self.news) {
             match news {

@@ -65,17 +65,20 @@ impl Peers {
                 self.timers.set(at, TimerKey::Renew(key.clone()));
             }
         }
+        // A release that waits to be told would end the lease under this claim; the claim answers for it now.
+        peer.releases.retain(|(released, _), _| *released != name);
         Some(peer.claims.entry(name).or_default())
     }
 
-    /// A pull has read everything and is about to ask. Returns whether others still read, or will read, under the
-    /// same offer.
+    /// A pull has read everything and is about to ask. Returns whether others under the same offer have not ended.
     pub fn pull_asks(&mut self, key: &Arc<PeerLocator>, name: OfferName) -> bool {
         let claim = self.peers.get_mut(key).and_then(|peer| peer.claims.get_mut(&name));
         claim.is_some_and(|claim| {
             claim.reading = claim.reading.saturating_sub(1);
+            // Answers may come in any order, so that one who was asked before has not ended either.
+            let more = claim.reading + claim.waiting + claim.asking > 0;
             claim.asking += 1;
-            claim.reading + claim.waiting > 0
+            more
         })
     }
 
@@ -188,7 +191,7 @@ impl Peers {
         if let Some(at) = peer.renew_at.take() {
             self.timers.clear(at, TimerKey::Renew(key.clone()));
         }
-        if peer.claims.is_empty() && renewal.news.is_empty() {
+        if peer.claims.is_empty() && renewal.news.is_empty() && !renewal.asked {
             return;
         }
         for message in renewal.messages() {
@@ -204,12 +207,15 @@ impl Peers {
     pub(super) fn relist(&mut self, now: Moment, key: &Arc<PeerLocator>) {
         let Some(peer) = self.peers.get_mut(key) else { return };
         let State::Ready { renewal, .. } = &mut peer.state else { return };
-        renewal.restart(peer.claims.iter());
+        if !std::mem::replace(&mut renewal.asked, true) {
+            renewal.restart(peer.claims.iter());
+        }
         let at = now + RENEW_MIN;
-        if let Some(was) = peer.renew_at.filter(|was| *was > at) {
-            self.timers.clear(was, TimerKey::Renew(key.clone()));
+        if peer.renew_at.is_none_or(|was| was > at) {
+            if let Some(was) = peer.renew_at.replace(at) {
+                self.timers.clear(was, TimerKey::Renew(key.clone()));
+            }
             self.timers.set(at, TimerKey::Renew(key.clone()));
-            peer.renew_at = Some(at);
         }
     }
 
