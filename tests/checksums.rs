@@ -78,7 +78,15 @@ fn p8_with_checksums_a_wrong_byte_fails_the_load_and_what_is_before_it_is_kept()
 // H-28
 #[test]
 fn p1_with_checksums_right_bytes_are_good_on_every_rank() {
-    let (mut world, _) = engines(2, true);
+    // Read whole, and block by block.
+    right(64 << 20);
+    right(1);
+}
+
+fn right(portion_bytes: u64) {
+    let shape = |name| Shape { ranks: 2, groups: 2, layers: 3, ..Shape::named(name) };
+    let eager = Config { checksums: true, portion_bytes, load_limit_ms: 20_000, ..config("d") };
+    let mut world = World::of([shape("p"), Shape { config: eager, gap: 48, ..shape("d") }]);
     for i in 0..10 {
         let offer = world.prefill(P, &format!("r-{i}"), 15, &FROM);
         world.begin_load(D, &format!("r-{i}"), &offer, &TO);

@@ -7,6 +7,7 @@
 //! The figures of one machine, and what they mean, are in `docs/performance.md`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)] // A benchmark that cannot be set up has no result.
+#![allow(clippy::print_stdout)] // It prints what it measures.
 
 #[path = "leases/memory.rs"]
 mod memory;

@@ -456,3 +456,23 @@ fn a_large_portion_is_compared_in_messages_that_can_be_sent() {
     }
     assert_eq!((seen, blocks, out.len()), (digests, count, 4));
 }
+
+// H-27, H-28
+#[test]
+fn a_load_that_is_tried_again_asks_anew_what_was_not_answered() {
+    let mut rig = Rig::with_checksums(WorkerLimits { portion_bytes: 1, retries: 1, ..limits() });
+    rig.order(0, &[load(1, 5, 1)]);
+    rig.ready(0, 1, 0);
+    rig.read_ended(150, 1);
+    assert_eq!(rig.digested(151, portion(0), &[70]), ["d0: compare 5/1 [1] from 0: [70]"]);
+    // The connection is lost with the question, and the second block is not here.
+    assert_eq!(rig.read_failed(160, 1, LoadFailure::PeerLost), NOTHING);
+    rig.lost(160, dialled(0));
+    let told = rig.ready(170, 1, 1);
+    assert_eq!(told, ["d1: renew all +[5]", "d1: compare 5/1 [1] from 0: [70]"]);
+    assert_eq!(rig.hear(175, dialled(1), compared(5, 1, 0, 1, true)), NOTHING);
+    assert_eq!(rig.pass(160 + RETRY_MIN_MS), ["d1: read 64 bytes for 1"]);
+    assert_eq!(rig.read_ended(270, 1), ["digest [9] for 1 from 1"]);
+    rig.digested(271, portion(1), &[71]);
+    assert_eq!(rig.hear(272, dialled(1), compared(5, 1, 1, 1, true)), ["d1: read done 5/1"]);
+}

@@ -19,10 +19,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use kv_proto::message::{OfferName, WorkerMessage};
+use kv_proto::message::OfferName;
 use kv_proto::{
-    Attempt, BlockLayout, ConsumerOrder, GroupBlocks, LeaseId, LoadFailure, LoadId, LoadStats, Moment,
-    PeerLocator, Plan, PullEnd, ReleaseReason, Timers,
+    Attempt, BlockLayout, ConsumerOrder, GroupBlocks, LoadFailure, LoadId, LoadStats, Moment, PeerLocator,
+    Plan, PullEnd, ReleaseReason, Timers,
 };
 use kv_transport::RegionId;
 
@@ -32,6 +32,8 @@ use crate::machine::peers::{Change, End, Peers, Standing};
 use crate::portions::Portions;
 use crate::ranges::{Side, check_groups, read_parts};
 
+mod again;
+mod ask;
 mod compare;
 
 use compare::Comparison;
@@ -429,98 +431,6 @@ impl Pulls {
         self.ask(load, out);
     }
 
-    /// Ends a pull that waits for its peer, or lets it wait on, if the failure may pass.
-    fn fail_or_wait(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        load: LoadId,
-        failure: Failure,
-        out: &mut Vec<Decision>,
-    ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let State::Waiting { outage_counted, .. } = &mut pull.state else { return };
-        // The peer is tried again by itself, since this pull wants it; its limit goes on.
-        if may_pass(failure.reason) && std::mem::take(outage_counted) {
-            return;
-        }
-        if may_pass(failure.reason) && pull.retries < config.limits.retries {
-            pull.retries += 1;
-            self.stats.retried += 1;
-            return;
-        }
-        self.fail(now, config, load, failure, out);
-    }
-
-    /// Ends a pull whose read has failed, or begins it again, after a while, with what is not here yet.
-    fn fail_or_read_again(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        load: LoadId,
-        failure: Failure,
-        out: &mut Vec<Decision>,
-    ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let State::Reading { left, until: was, .. } = &pull.state else { return };
-        if pull.retries >= config.limits.retries || !may_pass(failure.reason) {
-            return self.fail(now, config, load, failure, out);
-        }
-        let (was, groups) = (*was, left.clone().into_groups());
-        let wait = config.limits.retry_min.saturating_mul(1 << pull.retries.min(20));
-        pull.retries += 1;
-        self.stats.retried += 1;
-        let not_before = now + wait.min(config.limits.retry_max);
-        let until = not_before + config.limits.peer_wait;
-        pull.state = State::Waiting { groups, until, not_before, outage_counted: true };
-        self.timers.clear(was, load);
-        self.set(load, until);
-        self.set(load, not_before);
-    }
-
-    /// Asks whether the lease held for what is here. The answer is no condition for going on.
-    fn check(&self, load: LoadId, out: &mut Vec<Decision>) {
-        let Some(pull) = self.pulls.get(&load) else { return };
-        if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
-            let (lease, offer) = pull.name;
-            let message = WorkerMessage::Check { lease, attempt: Attempt(load.0), offer, blocks: pull.read };
-            out.push(Decision::Send { link, message });
-        }
-    }
-
-    fn checked(
-        &mut self,
-        peer: &Arc<PeerLocator>,
-        lease: LeaseId,
-        load: LoadId,
-        blocks: u32,
-        held: bool,
-        out: &mut Vec<Decision>,
-    ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
-        if pull.name.0 != lease || pull.peer != *peer {
-            return;
-        }
-        if held {
-            // What a producer says of blocks that are not here says nothing.
-            pull.verified = pull.verified.max(blocks.min(pull.read));
-        } else if let State::Reading { doomed, .. } = &mut pull.state {
-            doomed.get_or_insert_with(not_held);
-            out.push(Decision::CancelRead { load });
-        }
-    }
-
-    /// Asks whether the lease held; if the peer is not ready, it is asked when it is.
-    fn ask(&self, load: LoadId, out: &mut Vec<Decision>) {
-        let Some(pull) = self.pulls.get(&load) else { return };
-        let State::Confirming { more, .. } = pull.state else { return };
-        if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
-            let (lease, offer) = pull.name;
-            let message = WorkerMessage::ReadDone { lease, attempt: Attempt(load.0), offer, more };
-            out.push(Decision::Send { link, message });
-        }
-    }
-
     /// Takes what became of peers.
     pub fn changed(
         &mut self,
@@ -534,7 +444,11 @@ impl Pulls {
             Change::Ready(peer) => {
                 for load in self.of_peer(&peer) {
                     match self.pulls.get(&load).map(|pull| &pull.state) {
-                        Some(State::Waiting { .. }) => self.begin(now, config, local, load, out),
+                        Some(State::Waiting { .. }) => {
+                            // Of an earlier try, whose connection took question or answer with it.
+                            self.ask_to_compare(load, 0..u32::MAX, out);
+                            self.begin(now, config, local, load, out);
+                        }
                         Some(State::Comparing { .. }) => self.ask_to_compare(load, 0..u32::MAX, out),
                         Some(State::Confirming { .. }) => self.ask(load, out),
                         Some(State::Reading { .. }) | None => {}
@@ -570,33 +484,6 @@ impl Pulls {
             Change::Answered(peer, lease, attempt, confirmed) => {
                 self.answered(now, config, &peer, lease, attempt, confirmed, out);
             }
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)] // The answer's own parts, with time, configuration and output.
-    fn answered(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        peer: &Arc<PeerLocator>,
-        lease: LeaseId,
-        attempt: Attempt,
-        confirmed: bool,
-        out: &mut Vec<Decision>,
-    ) {
-        let load = LoadId(attempt.0);
-        let Some(pull) = self.pulls.get(&load) else { return };
-        let State::Confirming { mut stats, read_at, more, .. } = pull.state else { return };
-        if pull.name.0 != lease || pull.peer != *peer {
-            return;
-        }
-        if confirmed {
-            stats.confirm_us = micros(now.since(read_at));
-            self.end(now, config, load, End::Confirmed { more }, out);
-            self.ended.push((load, PullEnd::Loaded(stats)));
-        } else {
-            let detail = format!("{lease} of engine {} did not hold until the read had ended", peer.engine);
-            self.fail(now, config, load, Failure::new(LoadFailure::Lapsed, detail), out);
         }
     }
 
@@ -684,20 +571,6 @@ impl Pulls {
             | State::Comparing { .. }
             | State::Confirming { .. } => {}
         }
-    }
-}
-
-/// Whether trying again can help: what broke may be whole again, or another connection may do.
-fn may_pass(reason: LoadFailure) -> bool {
-    match reason {
-        LoadFailure::HandshakeUnreachable
-        | LoadFailure::ConnectFailed
-        | LoadFailure::PeerLost
-        | LoadFailure::ReadRefused
-        | LoadFailure::ReadTimedOut
-        | LoadFailure::ReadFailed => true,
-        // Another life, another engine, other blocks, no lease, or nobody who wants it.
-        _ => false,
     }
 }
 

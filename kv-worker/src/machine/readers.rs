@@ -158,12 +158,10 @@ impl Readers {
         self.questions_lost(link);
         match self.links.remove(&link) {
             Some(Link::Ungreeted { until }) => self.timers.clear(until, TimerKey::Link(link)),
-            Some(Link::Greeted { reader, .. }) => {
-                if self.newest_link(reader).is_none() {
-                    self.ledger.reader_lost(now, reader);
-                }
+            Some(Link::Greeted { reader, .. }) if self.newest_link(reader).is_none() => {
+                self.ledger.reader_lost(now, reader);
             }
-            None => {}
+            Some(Link::Greeted { .. }) | None => {}
         }
     }
 

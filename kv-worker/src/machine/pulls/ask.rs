@@ -1,0 +1,83 @@
+//! Did the lease hold? What the producer is asked, and what it says.
+
+use std::sync::Arc;
+
+use kv_proto::message::WorkerMessage;
+use kv_proto::{Attempt, LeaseId, LoadFailure, LoadId, Moment, PeerLocator, PullEnd};
+
+use super::{Pulls, State, micros, not_held};
+use crate::config::WorkerConfig;
+use crate::machine::io::{Decision, Failure};
+use crate::machine::peers::{End, Standing};
+
+impl Pulls {
+    /// Asks whether the lease held for what is here. The answer is no condition for going on.
+    pub(super) fn check(&self, load: LoadId, out: &mut Vec<Decision>) {
+        let Some(pull) = self.pulls.get(&load) else { return };
+        if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
+            let (lease, offer) = pull.name;
+            let message = WorkerMessage::Check { lease, attempt: Attempt(load.0), offer, blocks: pull.read };
+            out.push(Decision::Send { link, message });
+        }
+    }
+
+    pub(super) fn checked(
+        &mut self,
+        peer: &Arc<PeerLocator>,
+        lease: LeaseId,
+        load: LoadId,
+        blocks: u32,
+        held: bool,
+        out: &mut Vec<Decision>,
+    ) {
+        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        if pull.name.0 != lease || pull.peer != *peer {
+            return;
+        }
+        if held {
+            // What a producer says of blocks that are not here says nothing.
+            pull.verified = pull.verified.max(blocks.min(pull.read));
+        } else if let State::Reading { doomed, .. } = &mut pull.state {
+            doomed.get_or_insert_with(not_held);
+            out.push(Decision::CancelRead { load });
+        }
+    }
+
+    /// Asks whether the lease held; if the peer is not ready, it is asked when it is.
+    pub(super) fn ask(&self, load: LoadId, out: &mut Vec<Decision>) {
+        let Some(pull) = self.pulls.get(&load) else { return };
+        let State::Confirming { more, .. } = pull.state else { return };
+        if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
+            let (lease, offer) = pull.name;
+            let message = WorkerMessage::ReadDone { lease, attempt: Attempt(load.0), offer, more };
+            out.push(Decision::Send { link, message });
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)] // The answer's own parts, with time, configuration and output.
+    pub(super) fn answered(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        peer: &Arc<PeerLocator>,
+        lease: LeaseId,
+        attempt: Attempt,
+        confirmed: bool,
+        out: &mut Vec<Decision>,
+    ) {
+        let load = LoadId(attempt.0);
+        let Some(pull) = self.pulls.get(&load) else { return };
+        let State::Confirming { mut stats, read_at, more, .. } = pull.state else { return };
+        if pull.name.0 != lease || pull.peer != *peer {
+            return;
+        }
+        if confirmed {
+            stats.confirm_us = micros(now.since(read_at));
+            self.end(now, config, load, End::Confirmed { more }, out);
+            self.ended.push((load, PullEnd::Loaded(stats)));
+        } else {
+            let detail = format!("{lease} of engine {} did not hold until the read had ended", peer.engine);
+            self.fail(now, config, load, Failure::new(LoadFailure::Lapsed, detail), out);
+        }
+    }
+}
