@@ -92,12 +92,13 @@ impl World {
                 self.tell(|| format!("a plan of engine {index} is late at rank {rank}"));
             }
             let at = WorkerAt { engine: index, life, rank };
-            // Plans reach a worker in their order.
+            // Plans reach a worker in their order (H-8), whatever holds one of them up.
             let worker = &mut self.engines[index].workers[rank];
             let when = (self.now + wait).max(worker.plans_until);
             worker.plans_until = when;
+            worker.plans.push_back(bytes.clone());
             last = last.max(when);
-            self.at(when, Event::PlanAtWorker { at, plan: bytes.clone() });
+            self.at(when, Event::PlanAtWorker { at });
             if self.has(Canary::FailureBeforeQuiet) {
                 self.report_cancelled_at_once(at, &plan);
             }

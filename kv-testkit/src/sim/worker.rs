@@ -1,6 +1,7 @@
 //! Workers of a simulated world: the real machine, and a driver over simulated time.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::rc::Rc;
 use std::time::Duration;
 
 use kv_proto::message::WorkerMessage;
@@ -59,6 +60,8 @@ pub(super) struct WorkerNode {
     pub(super) memory: Vec<u64>,
     /// When the last plan on its way arrives.
     pub(super) plans_until: Time,
+    /// On their way, in order.
+    pub(super) plans: VecDeque<Rc<Vec<u8>>>,
     pub(super) next_accepted: u64,
     /// Leases whose grant has reached it; for canaries.
     granted: BTreeMap<LeaseId, OfferDigest>,
@@ -101,6 +104,7 @@ impl WorkerNode {
             paused_until: 0,
             memory: vec![0; cells],
             plans_until: 0,
+            plans: VecDeque::new(),
             next_accepted: 0,
             granted: BTreeMap::new(),
             terms: BTreeMap::new(),
@@ -142,13 +146,14 @@ impl World {
         self.worker(at).map(|worker| worker.paused_until).filter(|until| *until > now)
     }
 
-    pub(super) fn plan_at_worker(&mut self, at: WorkerAt, plan: &std::rc::Rc<Vec<u8>>) {
+    pub(super) fn plan_at_worker(&mut self, at: WorkerAt) {
         if let Some(until) = self.stands_still(at) {
-            return self.at(until, Event::PlanAtWorker { at, plan: plan.clone() });
+            return self.at(until, Event::PlanAtWorker { at });
         }
+        let Some(plan) = self.worker(at).and_then(|worker| worker.plans.pop_front()) else { return };
         let tied = self.has(Canary::RenewalTiedToSteps);
         let now = self.now;
-        let Ok(plan) = Plan::decode(plan) else { return };
+        let Ok(plan) = Plan::decode(&plan) else { return };
         let Some(worker) = self.worker(at) else { return };
         let local = worker.clock.read(now);
         for order in &plan.producer {

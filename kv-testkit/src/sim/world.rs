@@ -53,7 +53,7 @@ pub(super) enum Event {
     RequestAtD { engine: usize, request: usize, params: Rc<Value>, copy: u32 },
     ParamsAtRouter { producer: usize, request: usize, params: Rc<Value> },
     Tick { engine: usize, life: u32 },
-    PlanAtWorker { at: WorkerAt, plan: Rc<Vec<u8>> },
+    PlanAtWorker { at: WorkerAt },
     ReportAtScheduler { engine: usize, life: u32, report: Vec<u8>, again: bool },
     HandshakeAtP { from: WorkerAt, peer: Arc<PeerLocator>, query: Vec<u8> },
     HandshakeAtD { to: WorkerAt, peer: Arc<PeerLocator>, result: Result<Box<EngineCard>, Failure> },
@@ -371,7 +371,7 @@ impl World {
                 self.params_at_router(producer, request, &params)
             }
             Event::Tick { engine, life } => self.tick(engine, life),
-            Event::PlanAtWorker { at, plan } => self.plan_at_worker(at, &plan),
+            Event::PlanAtWorker { at } => self.plan_at_worker(at),
             Event::ReportAtScheduler { engine, life, report, again } => {
                 self.report_at_scheduler(engine, life, &report, again)
             }
