@@ -146,6 +146,11 @@ impl SchedulerConnector {
         Finished { verdict: finish.verdict, params }
     }
 
+    /// The engine will compute the prompt although an offer came with it; see [`Scheduler::request_declined`].
+    pub fn request_declined(&mut self, request: &RequestId) {
+        self.scheduler.request_declined(request);
+    }
+
     /// A request lost its blocks and will be scheduled anew; see [`Scheduler::request_preempted`].
     pub fn request_preempted(&mut self, request: &RequestId) -> Verdict {
         let now = self.now();

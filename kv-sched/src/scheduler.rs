@@ -157,6 +157,12 @@ impl Scheduler {
         self.consumer.allocated(now, &self.config, request, local_tokens, remote_tokens, blocks, orders)
     }
 
+    /// The engine will compute the prompt although an offer came with it, for a reason of its own: its producer is known
+    /// to fail, or the way there is too slow. The offer is given back; from now on nothing remote is left.
+    pub fn request_declined(&mut self, request: &RequestId) {
+        self.consumer.declined(request, &mut self.plan.consumer);
+    }
+
     /// A request ended, whether complete or aborted, queued, loading or running. To be called once per request.
     ///
     /// For requests that hand nothing over the answer is [`Verdict::Free`].

@@ -292,3 +292,18 @@ fn an_allocation_ends_the_wait_in_the_queue() {
     start_load(&mut s, 0, "r", 5, 8);
     assert!(s.planned(at(QUEUE_MS + 1)).is_empty());
 }
+
+// H-21, H-22
+#[test]
+fn an_offer_that_the_engine_declines_is_given_back_once_and_its_source_is_void() {
+    let mut s = scheduler(1);
+    queue(&mut s, 0, "r", 5, 8);
+    s.request_declined(&req("r"));
+    s.request_declined(&req("r"));
+    s.request_declined(&req("nobody"));
+    assert_eq!(s.planned(at(1)), consumer(&[release(5, ReleaseReason::NotNeeded)]));
+    assert_eq!(s.remote_tokens(&req("r"), 0), 0);
+    s.blocks_allocated(at(2), &req("r"), 0, 0, &[run(40, 2)]).unwrap();
+    let _ = s.request_finished(at(3), &req("r"), &RequestEnd::Aborted);
+    assert_forgotten(&s);
+}

@@ -209,6 +209,7 @@ impl Outcome {
                 "ended": self.figures.sum("/recovered/ended"),
                 "tokens_recomputed": self.figures.sum("/recovered/tokens_recomputed"),
                 "tokens_kept": self.figures.sum("/recovered/tokens_kept"),
+                "loads_not_begun": self.figures.sum("/breakers/loads_refused"),
                 "pulls_retried": self.figures.sum("/workers/retried"),
             },
             "reasons": self.figures.reasons(),
@@ -317,12 +318,13 @@ impl Outcome {
                 String::new()
             } else {
                 format!(
-                    "recovery  {} requests went on after their load failed ({} tokens computed here, {} kept), {} ended, {} pulls tried again; {}",
+                    "recovery  {} requests went on after their load failed ({} tokens computed here, {} kept), {} ended, {} pulls tried again, {} loads not begun; {}",
                     n("/recovered/requests"),
                     n("/recovered/tokens_recomputed"),
                     n("/recovered/tokens_kept"),
                     n("/recovered/ended"),
                     n("/recovered/pulls_retried"),
+                    n("/recovered/loads_not_begun"),
                     n("/reasons")
                 )
             },

@@ -348,6 +348,11 @@ impl Consumer {
         }
     }
 
+    /// The engine does not want what was offered.
+    pub fn declined(&mut self, request: &RequestId, orders: &mut Vec<ConsumerOrder>) {
+        self.settle(request.clone(), ReleaseReason::NotNeeded, orders);
+    }
+
     /// A queued request is computed here.
     fn settle(&mut self, request: RequestId, reason: ReleaseReason, orders: &mut Vec<ConsumerOrder>) {
         let Some(record) = self.requests.get_mut(&request) else { return };

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use kv_connector::recovery::{Decision, FailedLoad, Policy, decide};
+use kv_connector::recovery::{Decision, Policy};
 use kv_connector::{
     BlockList, HoldId, LoadResult, RequestEnd, RequestId, Role, SchedEvent, SchedulerConnector, Verdict,
 };
@@ -15,6 +15,7 @@ use serde_json::Value;
 
 use super::model::Tokenizer;
 use super::pool::BlockPool;
+use super::recovering::{BreakerStats, Recovering, producer_of};
 use super::request::{Ask, Happening, Request, Stage};
 use super::wire::{StepOrder, Work};
 
@@ -97,6 +98,7 @@ pub struct Core {
     /// A running request found no room the last time; it goes before those that wait.
     short_of_blocks: bool,
     happenings: Vec<(u64, Happening)>,
+    recovering: Recovering,
     stats: CoreStats,
 }
 
@@ -105,6 +107,7 @@ impl Core {
     pub fn new(settings: CoreSettings, connector: Option<SchedulerConnector>) -> Self {
         Self {
             pool: BlockPool::new(settings.blocks),
+            recovering: Recovering::new(settings.policy),
             settings,
             connector,
             requests: BTreeMap::new(),
@@ -136,6 +139,11 @@ impl Core {
     /// Figures.
     pub fn stats(&self) -> &CoreStats {
         &self.stats
+    }
+
+    /// Figures of the producers' circuit breakers.
+    pub fn breakers(&self) -> BreakerStats {
+        self.recovering.stats()
     }
 
     /// Requests that have not ended.
@@ -173,7 +181,8 @@ impl Core {
         let number = self.next_request;
         self.next_request += 1;
         self.numbers.insert(ask.id.clone(), number);
-        self.requests.insert(number, Request::new(ask, role));
+        let producer = producer_of(ask.params.as_ref()).filter(|_| role == Role::Consumer);
+        self.requests.insert(number, Request { producer, ..Request::new(ask, role) });
         self.waiting.push_back(number);
         self.stats.requests += 1;
         self.happenings.push((number, Happening::Queued));
@@ -378,7 +387,13 @@ impl Core {
             };
             blocks.extend(new);
             self.waiting.pop_front();
-            self.start(number, local, remote, blocks);
+            let peer = request.producer.clone().filter(|_| remote > 0);
+            let admitted = peer.is_none_or(|peer| self.recovering.admits(&peer));
+            if admitted {
+                self.start(number, local, remote, blocks);
+            } else {
+                self.start_without(number, &id, local, blocks);
+            }
         }
     }
 
@@ -400,6 +415,22 @@ impl Core {
             self.happenings.push((number, Happening::Loading { tokens: remote }));
         } else {
             self.run(number, local);
+        }
+    }
+
+    /// Starts a request whose load is not begun, because loads from its producer fail: it is given back, and computed
+    /// here.
+    fn start_without(&mut self, number: u64, id: &RequestId, local: u32, blocks: Vec<BlockId>) {
+        if let Some(connector) = &mut self.connector {
+            connector.request_declined(id);
+        }
+        self.start(number, local, 0, blocks);
+        if self.settings.policy == Policy::Fail {
+            self.stats.recovered.ended += 1;
+            let message =
+                "the KV cache of the prompt could not be loaded: loads from its producer fail at present";
+            self.happenings.push((number, Happening::Failed { client: false, message: message.to_owned() }));
+            self.finish(number, false);
         }
     }
 
@@ -452,6 +483,9 @@ impl Core {
     fn finish(&mut self, number: u64, complete: bool) {
         let Some(request) = self.requests.remove(&number) else { return };
         self.numbers.remove(&request.ask.id);
+        if request.producer.is_some() {
+            self.recovering.gone(number);
+        }
         self.waiting.retain(|n| *n != number);
         self.running.retain(|n| *n != number);
         self.ended.push(number);
@@ -522,6 +556,9 @@ impl Core {
         match result {
             LoadResult::Loaded { tokens, remote_tokens, stats } => {
                 request.usage.external_tokens = remote_tokens;
+                if let Some(peer) = &request.producer {
+                    self.recovering.succeeded(number, peer);
+                }
                 request.usage.load_bytes = stats.bytes;
                 request.usage.load_ranges = stats.ranges;
                 request.usage.read_us = stats.read_us;
@@ -533,19 +570,24 @@ impl Core {
                 self.publish(number);
                 self.run(number, tokens);
             }
-            LoadResult::Failed { reason, detail, invalid, valid_tokens, hold } => {
+            LoadResult::Failed { reason, detail, valid_tokens, hold, .. } => {
                 let id = request.ask.id.clone();
                 let kept = valid_tokens.saturating_sub(request.usage.cached_tokens);
                 let recomputed = request.loading.saturating_sub(kept);
+                let wanted = request.usage.cached_tokens + request.loading;
+                let decision = match request.producer.clone() {
+                    Some(peer) => self.recovering.failed(number, peer, reason, (valid_tokens, wanted)),
+                    None if self.settings.policy == Policy::Fail => Decision::End,
+                    None => Decision::ResumeFrom { tokens: valid_tokens },
+                };
                 request.usage.external_tokens = kept;
                 if let Some(hold) = hold {
                     let kept = (valid_tokens / self.settings.block_tokens) as usize;
                     let lost = request.blocks.split_off(kept.min(request.blocks.len()));
                     self.hold(hold, lost);
                 }
-                let failed = FailedLoad { reason, invalid, valid_tokens };
                 self.happenings.push((number, Happening::LoadFailed { reason, detail: detail.clone() }));
-                match decide(self.settings.policy, &failed) {
+                match decision {
                     Decision::ResumeFrom { tokens } => {
                         tracing::warn!(%id, reason = reason.name(), kept, recomputed, %detail, "a load failed; its prompt is computed here");
                         let recovered = &mut self.stats.recovered;

@@ -13,6 +13,7 @@ mod links;
 pub mod model;
 pub mod pool;
 pub mod process;
+pub mod recovering;
 pub mod request;
 mod running;
 pub mod store;

@@ -1,7 +1,7 @@
 //! A request inside the engine, and what its client is told.
 
 use kv_connector::{RequestId, Role};
-use kv_proto::{BlockId, LoadFailure, LoadStats};
+use kv_proto::{BlockId, LoadFailure, LoadStats, PeerLocator};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -111,6 +111,8 @@ pub(super) struct Request {
     pub(super) usage: Usage,
     /// Tokens that its load was to bring.
     pub(super) loading: u32,
+    /// Where its prompt was computed.
+    pub(super) producer: Option<PeerLocator>,
 }
 
 impl Request {
@@ -128,6 +130,7 @@ impl Request {
             epoch: 0,
             usage,
             loading: 0,
+            producer: None,
         }
     }
 

@@ -210,6 +210,7 @@ impl Running {
             "stray_aborts": core.stray_aborts,
             "preempted": core.preempted,
             "steps": core.steps,
+            "breakers": { "opened": self.core.breakers().opened, "loads_refused": self.core.breakers().refused },
             "recovered": {
                 "requests": core.recovered.requests,
                 "ended": core.recovered.ended,

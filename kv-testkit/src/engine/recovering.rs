@@ -1,0 +1,144 @@
+//! What the engine does about failed loads: the circuit breaker of each producer, and the policy.
+//!
+//! Reading again from the same producer is the connector's business (`load_retries`); what is left here is whether a load
+//! is begun at all, and how a request goes on without it.
+
+use std::time::Instant;
+
+use kv_connector::recovery::{Admission, Decision, Directive, LoadFacts, Policy, Recovery, RecoveryConfig};
+use kv_proto::{LoadFailure, Moment, PeerLocator, TransferParams};
+use serde_json::Value;
+
+/// The machine of `kv-recovery`, with the engine's clock.
+pub(super) struct Recovering {
+    machine: Option<Recovery<u64>>,
+    policy: Policy,
+    started: Instant,
+}
+
+/// Figures for whoever looks at the engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct BreakerStats {
+    /// Times that a breaker opened.
+    pub opened: u64,
+    /// Loads that were not begun because of one.
+    pub refused: u64,
+}
+
+/// Where the request's prompt was computed, if its parameters say so.
+pub(super) fn producer_of(params: Option<&Value>) -> Option<PeerLocator> {
+    match TransferParams::parse(params?).ok()?? {
+        TransferParams::RemotePrefill(remote) => {
+            let (engine, incarnation) = (remote.engine, remote.incarnation);
+            Some(PeerLocator { engine, incarnation, host: remote.host, port: remote.port })
+        }
+        TransferParams::RemoteDecode { .. } => None,
+    }
+}
+
+impl Recovering {
+    pub(super) fn new(policy: Policy) -> Self {
+        let config = RecoveryConfig {
+            policy: if policy == Policy::Fail { Policy::Fail } else { Policy::Recompute },
+            // A load that ran into its time-out has cost enough; the next one is a probe.
+            open_after: 1,
+            ..RecoveryConfig::default()
+        };
+        // The configuration is this file's own and is in order; without a machine every load would be admitted.
+        Self { machine: Recovery::new(config).ok(), policy, started: Instant::now() }
+    }
+
+    fn now(&self) -> Moment {
+        Moment::from_start(self.started.elapsed())
+    }
+
+    /// Whether a load from this producer may begin.
+    pub(super) fn admits(&mut self, peer: &PeerLocator) -> bool {
+        let now = self.now();
+        let admission = self.machine.as_mut().map(|machine| machine.admit(now, peer));
+        !matches!(admission, Some(Admission::Refuse { .. }))
+    }
+
+    pub(super) fn succeeded(&mut self, request: u64, peer: &PeerLocator) {
+        let now = self.now();
+        if let Some(machine) = &mut self.machine {
+            machine.load_succeeded(now, &request, peer);
+        }
+    }
+
+    /// What becomes of a request whose load failed with so many tokens in place, of those that it wanted.
+    pub(super) fn failed(
+        &mut self,
+        request: u64,
+        peer: PeerLocator,
+        reason: LoadFailure,
+        (tokens_valid, tokens_wanted): (u32, u32),
+    ) -> Decision {
+        let now = self.now();
+        let mut directives = Vec::new();
+        if let Some(machine) = &mut self.machine {
+            let (lease_alive, alternatives) = (false, Vec::new());
+            let facts = LoadFacts {
+                key: request,
+                peer,
+                reason,
+                tokens_valid,
+                tokens_wanted,
+                lease_alive,
+                alternatives,
+            };
+            machine.load_failed(now, facts, &mut directives);
+        }
+        match directives.pop() {
+            Some(Directive::Recompute { keep_tokens, .. }) => Decision::ResumeFrom { tokens: keep_tokens },
+            None if self.policy != Policy::Fail => Decision::ResumeFrom { tokens: tokens_valid },
+            _ => Decision::End,
+        }
+    }
+
+    pub(super) fn gone(&mut self, request: u64) {
+        let now = self.now();
+        if let Some(machine) = &mut self.machine {
+            machine.request_gone(now, &request);
+            // Nothing waits here for an attempt, so nothing is decided; peers that were quiet for long are forgotten.
+            machine.time_passed(now, &mut Vec::new());
+        }
+    }
+
+    pub(super) fn stats(&self) -> BreakerStats {
+        self.machine.as_ref().map_or_else(BreakerStats::default, |machine| BreakerStats {
+            opened: machine.stats().breakers_opened,
+            refused: machine.stats().loads_refused,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kv_proto::{EngineId, Incarnation};
+
+    use super::*;
+
+    fn peer(life: u64) -> PeerLocator {
+        let engine = EngineId::new("p").unwrap();
+        PeerLocator { engine, incarnation: Incarnation::from_random(life), host: "h".to_owned(), port: 1 }
+    }
+
+    #[test]
+    fn a_producer_that_cost_a_time_out_costs_the_next_request_none() {
+        let mut recovering = Recovering::new(Policy::Recompute);
+        assert!(recovering.admits(&peer(1)));
+        let decision = recovering.failed(1, peer(1), LoadFailure::ReadTimedOut, (16, 64));
+        assert_eq!(decision, Decision::ResumeFrom { tokens: 16 });
+        assert!(!recovering.admits(&peer(1)), "until a probe finds it well");
+        assert!(recovering.admits(&peer(2)), "another life is another peer");
+        assert_eq!(recovering.stats(), BreakerStats { opened: 1, refused: 1 });
+    }
+
+    #[test]
+    fn the_policy_decides_what_follows() {
+        let mut recovering = Recovering::new(Policy::Fail);
+        assert_eq!(recovering.failed(1, peer(1), LoadFailure::Lapsed, (0, 64)), Decision::End);
+        assert!(recovering.admits(&peer(1)), "a lapsed lease says nothing about its producer");
+    }
+}
