@@ -13,6 +13,9 @@ use serde_json::json;
 
 use crate::error::Failure;
 
+/// How often a read is tried again under the policy `retry`, if the configuration does not say.
+const LOAD_RETRIES: u32 = 2;
+
 #[derive(Args)]
 pub(crate) struct ServeArgs {
     /// Address of the HTTP server; port 0 lets the system choose.
@@ -107,6 +110,11 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         (false, Some(json)) => Some(Config::from_json(json).map_err(|e| Failure::new("--connector", e))?),
         (false, None) => Some(Config::from_env().map_err(|e| Failure::new("environment", e))?),
     };
+    // Reading again is the connector's part of that policy.
+    let connector = connector.map(|config| match (args.policy, config.load_retries) {
+        (Policy::Retry, 0) => Config { load_retries: LOAD_RETRIES, ..config },
+        _ => config,
+    });
     let model = match &args.model {
         Some(folder) => ModelSource::Folder(folder.to_string_lossy().into_owned()),
         None => ModelSource::Seed(args.seed),

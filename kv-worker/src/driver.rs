@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use kv_proto::handshake::{EngineCard, Query};
 use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
 use kv_proto::{Fingerprint, LoadFailure, LoadId, Moment, PeerLocator, Plan, Report};
-use kv_transport::{Event, OpId, PeerId, ReadError, ReadLimits, ReadRequest, Transport};
+use kv_transport::{Event, OpId, PeerId, ReadError, ReadLimits, ReadRequest, Transport, TransportError};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
@@ -316,8 +316,14 @@ impl Running {
                     None => Some(Failure::new(LoadFailure::PeerLost, "the connection is gone")),
                     Some(peer) => {
                         let request = ReadRequest { op: OpId(load.0), peer: *peer, parts, limits };
-                        let refused = self.driver.transport.read(request).err();
-                        refused.map(|e| Failure::new(LoadFailure::ReadRefused, e.to_string()))
+                        self.driver.transport.read(request).err().map(|error| {
+                            // A connection may be gone before its loss is told.
+                            let reason = match error {
+                                TransportError::UnknownPeer { .. } => LoadFailure::PeerLost,
+                                _ => LoadFailure::ReadRefused,
+                            };
+                            Failure::new(reason, error.to_string())
+                        })
                     }
                 };
                 if let Some(failure) = refused {

@@ -80,9 +80,6 @@ pub(crate) fn config(args: &DemoArgs, engine_id: &str, handshake_port: u64) -> V
     if args.fault == FaultMode::Corrupt {
         config["checksums"] = json!(true);
     }
-    if args.policy == kv_connector::recovery::Policy::Retry {
-        config["load_retries"] = json!(2);
-    }
     config
 }
 

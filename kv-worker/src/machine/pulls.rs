@@ -251,7 +251,6 @@ impl Pulls {
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
         let State::Reading { left, stats, .. } = &mut pull.state else { return };
-        let first = left.taken() == pull.read;
         let groups = left.take();
         let (link, parts) = match self.peers.standing(&pull.peer) {
             Standing::Ready(link, remote) => {
@@ -262,11 +261,11 @@ impl Pulls {
             Standing::Pending => {
                 let failure =
                     Failure::new(LoadFailure::PeerLost, "the connection was lost between two portions");
-                return self.fail(now, config, load, failure, out);
+                return self.fail_or_read_again(now, config, load, failure, out);
             }
             Standing::Failed(failure) => {
                 let failure = failure.clone();
-                return self.fail(now, config, load, failure, out);
+                return self.fail_or_read_again(now, config, load, failure, out);
             }
         };
         let parts = match parts {
@@ -287,7 +286,7 @@ impl Pulls {
             return self.read_ended(now, config, local, load, Ok(()), out);
         }
         // A long read must not outlive a lease whose first life is short.
-        if first && bytes >= config.limits.prolong_bytes {
+        if bytes >= config.limits.prolong_bytes {
             let peer = pull.peer.clone();
             self.peers.renew(now, config, &peer, out);
         }
