@@ -294,3 +294,46 @@ fn workers_that_say_nothing_do_not_keep_a_request_waiting() {
     world.released(P, offer.hold);
     world.nothing_held();
 }
+
+// H-27, P8
+#[test]
+fn of_a_load_that_breaks_near_its_end_only_the_end_is_lost() {
+    // A block at a time, so that each is checked before the next has passed the valve.
+    let slow = |name| {
+        let shape = Shape::slow(name);
+        Shape { config: Config { portion_bytes: 1, ..shape.config.clone() }, ..shape }
+    };
+    let mut world = World::of([slow("p"), Shape { valve: false, ..slow("d") }]);
+    let from: Vec<u32> = (0..20).collect();
+    let to: Vec<u32> = (0..20).rev().collect();
+    let offer = world.prefill(P, "r", 80, &from);
+    for valve in &world[P].valves {
+        valve.allow(0);
+    }
+    world.begin_load(D, "r", &offer, &to);
+    // Everything passes, piece by piece, until nine tenths are here and confirmed.
+    let begun = Instant::now();
+    loop {
+        for valve in &world[P].valves {
+            valve.allow(50_000);
+        }
+        world.step();
+        let done = world[D].load_result("r").is_some();
+        let kept = world[P].workers.iter().map(|w| w.stats().readers.checks).min().unwrap_or(0);
+        if kept >= 18 || done {
+            break;
+        }
+        assert!(begun.elapsed() < SOON, "{kept} portions were checked");
+    }
+    for valve in &world[P].valves {
+        valve.cut();
+    }
+    match world.load_end(D, "r") {
+        LoadResult::Failed { valid_tokens, invalid, hold: None, .. } => {
+            assert!((68..80).contains(&valid_tokens), "{valid_tokens} of 80 tokens are kept");
+            assert_eq!(invalid[0].len(), 20 - valid_tokens / 4);
+            assert_eq!(u64::from(valid_tokens), world[D].sched.stats().consumer.kept_tokens);
+        }
+        other => panic!("{other:?}"),
+    }
+}

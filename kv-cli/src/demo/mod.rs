@@ -109,8 +109,9 @@ async fn play(args: &Arc<DemoArgs>, wishes: Vec<Wish>) -> Result<Outcome, Failur
     let mut stage = Stage::set(args, &client)?;
     asker.url = stage.url();
     let seen = strike::play(&mut stage, &asker, wishes).await?;
-    let figures = settle(&stage).await;
-    for name in stage.ended() {
+    let mut figures = settle(&stage).await;
+    figures.ended = stage.ended();
+    for name in &figures.ended {
         eprintln!("kvx: {name} ended before its time");
     }
     let row = |(wish, seen): (Wish, Seen)| {
@@ -168,6 +169,7 @@ async fn settle(stage: &Stage) -> Figures {
             producer: stage.producer().await,
             consumer: stage.consumer().await,
             former: stage.former().to_vec(),
+            ended: Vec::new(),
         };
         let idle = |v: &Value| v["blocks_held"] == 0 && v["unfinished"] == 0;
         let done = figures.producer.as_ref().is_none_or(idle) && idle(&figures.consumer);

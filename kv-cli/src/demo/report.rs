@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use clap::ValueEnum;
 use kv_connector::recovery::Policy;
 
-use super::args::FaultMode;
+use super::args::{AbortMode, FaultMode};
 use super::client::{Ending, Seen, Wish};
 
 /// What an engine's error says of a load that failed.
@@ -34,6 +34,8 @@ pub(crate) struct Figures {
     pub(crate) consumer: Value,
     /// What decode engines said before they were killed.
     pub(crate) former: Vec<Value>,
+    /// Processes that ended and should not have.
+    pub(crate) ended: Vec<&'static str>,
 }
 
 impl Figures {
@@ -140,12 +142,15 @@ impl Outcome {
     pub(crate) fn is_good(&self) -> bool {
         // Answers that were all computed here would be equal too, and show nothing.
         let handed_over = self.sum("/prompt_tokens_details/external_tokens") > 0;
-        let clean = if self.policy == Policy::Fail { self.clean_errors() } else { 0 };
+        let faulty = self.fault != FaultMode::None;
+        let clean = if faulty && self.policy == Policy::Fail { self.clean_errors() } else { 0 };
+        let p_may_die = matches!(self.fault, FaultMode::KillPrefill | FaultMode::Mixed);
         handed_over
             && self.requests() > 0
             && self.count(Judgement::Equal) + clean == self.requests()
-            && (self.fault != FaultMode::None || self.count(Judgement::NotPrefilled) == 0)
-            && (self.fault == FaultMode::None || self.has_struck())
+            && (p_may_die || self.count(Judgement::NotPrefilled) == 0)
+            && if faulty { self.has_struck() } else { self.is_calm() }
+            && self.figures.ended.is_empty()
             && self.held_in_the_end() == [0, 0]
     }
 
@@ -155,10 +160,20 @@ impl Outcome {
         self.rows.iter().filter(clean).count()
     }
 
+    /// Without a fault, and if no client went away, no load fails.
+    fn is_calm(&self) -> bool {
+        let aborts = self.rows.iter().any(|row| row.wish.abort != AbortMode::None);
+        aborts || self.figures.reasons().is_empty()
+    }
+
     /// Whether the fault did anything. A killed D has taken its figures along, and what is random may miss.
     fn has_struck(&self) -> bool {
+        let reasons = self.figures.reasons();
+        if self.fault == FaultMode::Corrupt {
+            return reasons.contains_key("corrupt");
+        }
         matches!(self.fault, FaultMode::KillDecode | FaultMode::Mixed)
-            || !self.figures.reasons().is_empty()
+            || !reasons.is_empty()
             || self.figures.sum("/workers/retried") > 0
     }
 
@@ -342,7 +357,6 @@ impl Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::demo::args::AbortMode;
 
     fn row(ending: Ending, reference: &[u32]) -> Row {
         let wish = Wish {
@@ -366,7 +380,7 @@ mod tests {
 
     fn figures(held: u64) -> Figures {
         let value = json!({ "blocks_held": held, "connector": { "leases": { "granted": 1 } } });
-        Figures { producer: Some(value.clone()), consumer: value, former: Vec::new() }
+        Figures { producer: Some(value.clone()), consumer: value, former: Vec::new(), ended: Vec::new() }
     }
 
     fn outcome(rows: Vec<Row>, figures: Figures) -> Outcome {
@@ -377,7 +391,7 @@ mod tests {
     fn under_a_fault_clean_errors_are_good_by_policy_and_a_fault_that_missed_is_not() {
         let failed = |reason: &str| {
             let consumer = json!({ "blocks_held": 0, "connector": { "loads": { "failed": { reason: 2 } } } });
-            Figures { producer: None, consumer: consumer.clone(), former: vec![consumer] }
+            Figures { producer: None, consumer: consumer.clone(), former: vec![consumer], ended: Vec::new() }
         };
         let rows = || {
             let error = Ending::Error("the KV cache of the prompt could not be loaded: gone".into());
@@ -406,7 +420,7 @@ mod tests {
         assert!(!good(vec![row(Ending::NotPrefilled("x".into()), &[1])], 0), "not prefilled");
         assert!(!good(vec![row(Ending::Aborted, &[1])], 0), "nothing but aborts shows nothing");
         assert!(good(vec![row(answered(&[1]), &[1]), row(Ending::Aborted, &[1])], 0));
-        let silent = Figures { producer: Some(Value::Null), consumer: Value::Null, former: Vec::new() };
+        let silent = Figures { producer: Some(Value::Null), consumer: Value::Null, ..figures(0) };
         assert!(!outcome(vec![row(answered(&[1]), &[1])], silent).is_good(), "an engine that is gone");
     }
 

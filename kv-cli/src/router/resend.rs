@@ -53,6 +53,8 @@ enum Ending {
     Whole,
     /// It broke off.
     Broken(String),
+    /// It is not what the client has already.
+    Contradicts,
 }
 
 /// The events of an answer. If it breaks off, the request is sent again for as long as is allowed.
@@ -64,12 +66,18 @@ pub(super) fn follow(
     let (events, passed_on) = mpsc::channel(64);
     tokio::spawn(async move {
         let mut answer = first;
-        let mut delivered = 0;
+        let mut delivered = Vec::new();
         loop {
             let why = match pass_on(answer, &mut delivered, &events).await {
                 Ending::Whole => return,
                 Ending::Broken(why) => why,
+                Ending::Contradicts => {
+                    return fail(&events, "decode, asked again: another answer than before").await;
+                }
             };
+            // One that breaks off at once is not asked again at once.
+            tokio::time::sleep(AGAIN).await;
+            let delivered = delivered.len();
             tracing::warn!(id = ?ask.id, why, delivered, "a decode engine is gone; its request is sent again");
             answer = match ask.send_until(Instant::now() + resend_for).await {
                 Ok(answer) if answer.status().is_success() => answer,
@@ -91,7 +99,11 @@ async fn fail(events: &mpsc::Sender<Event>, message: &str) {
 }
 
 /// Passes an answer on, without the first tokens if the client has them already.
-async fn pass_on(answer: reqwest::Response, delivered: &mut usize, events: &mpsc::Sender<Event>) -> Ending {
+async fn pass_on(
+    answer: reqwest::Response,
+    delivered: &mut Vec<Value>,
+    events: &mpsc::Sender<Event>,
+) -> Ending {
     let mut pieces = answer.bytes_stream();
     let mut pending: Vec<u8> = Vec::new();
     let mut seen = 0;
@@ -109,13 +121,17 @@ async fn pass_on(answer: reqwest::Response, delivered: &mut usize, events: &mpsc
                 if value["error"]["code"] == 503 {
                     return Ending::Broken(value["error"]["message"].to_string());
                 }
-                let tokens = value["choices"][0]["token_ids"].as_array().map_or(0, Vec::len);
+                let tokens = value["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default();
                 let over = value.get("usage").is_some() || value.get("error").is_some();
-                seen += tokens;
-                if tokens > 0 && seen <= *delivered {
+                let known = delivered.len().saturating_sub(seen).min(tokens.len());
+                if delivered.get(seen..seen + known).is_some_and(|known| known != &tokens[..known.len()]) {
+                    return Ending::Contradicts;
+                }
+                seen += tokens.len();
+                if !tokens.is_empty() && seen <= delivered.len() {
                     continue;
                 }
-                *delivered = seen.max(*delivered);
+                delivered.extend(tokens.into_iter().skip(known));
                 (Event::default().data(data), over)
             } else if let Some(comment) = line.strip_prefix(": ") {
                 (Event::default().comment(comment), false)

@@ -581,6 +581,12 @@ impl Core {
                     None => Decision::ResumeFrom { tokens: valid_tokens },
                 };
                 request.usage.external_tokens = kept;
+                let goes_on = matches!(decision, Decision::ResumeFrom { .. });
+                if let Some(unsaid) = self.recovering.may_say(request.producer.as_ref(), reason, recomputed) {
+                    let (others, tokens) = (unsaid.requests, unsaid.tokens);
+                    let reason = reason.name();
+                    tracing::warn!(%id, reason, goes_on, kept, recomputed, others, tokens, %detail, "a load failed");
+                }
                 if let Some(hold) = hold {
                     let kept = (valid_tokens / self.settings.block_tokens) as usize;
                     let lost = request.blocks.split_off(kept.min(request.blocks.len()));
@@ -589,7 +595,6 @@ impl Core {
                 self.happenings.push((number, Happening::LoadFailed { reason, detail: detail.clone() }));
                 match decision {
                     Decision::ResumeFrom { tokens } => {
-                        tracing::warn!(%id, reason = reason.name(), kept, recomputed, %detail, "a load failed; its prompt is computed here");
                         let recovered = &mut self.stats.recovered;
                         recovered.requests += 1;
                         recovered.tokens_recomputed += u64::from(recomputed);
@@ -598,7 +603,6 @@ impl Core {
                     }
                     _ => {
                         self.stats.recovered.ended += 1;
-                        tracing::warn!(%id, reason = reason.name(), %detail, "a load failed; its request ends");
                         let message = format!("the KV cache of the prompt could not be loaded: {detail}");
                         self.happenings.push((number, Happening::Failed { client: false, message }));
                         self.finish(number, false);

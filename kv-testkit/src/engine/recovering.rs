@@ -3,10 +3,11 @@
 //! Reading again from the same producer is the connector's business (`load_retries`); what is left here is whether a load
 //! is begun at all, and how a request goes on without it.
 
-use std::time::Instant;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use kv_connector::recovery::{Admission, Decision, Directive, LoadFacts, Policy, Recovery, RecoveryConfig};
-use kv_proto::{LoadFailure, Moment, PeerLocator, TransferParams};
+use kv_proto::{EngineId, LoadFailure, Moment, PeerLocator, TransferParams};
 use serde_json::Value;
 
 /// The machine of `kv-recovery`, with the engine's clock.
@@ -14,6 +15,20 @@ pub(super) struct Recovering {
     machine: Option<Recovery<u64>>,
     policy: Policy,
     started: Instant,
+    /// When something was last said of a producer and a reason, and how much was not said since.
+    said: BTreeMap<(EngineId, LoadFailure), (Instant, Unsaid)>,
+}
+
+/// Between two lines about one producer and one reason.
+const QUIET: Duration = Duration::from_secs(1);
+/// Pairs of producer and reason that are remembered; beyond them a line is written each time.
+const SAID_MAX: usize = 256;
+
+/// What was not said.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Unsaid {
+    pub(super) requests: u64,
+    pub(super) tokens: u64,
 }
 
 /// Figures for whoever looks at the engine.
@@ -42,10 +57,41 @@ impl Recovering {
             policy: if policy == Policy::Fail { Policy::Fail } else { Policy::Recompute },
             // A load that ran into its time-out has cost enough; the next one is a probe.
             open_after: 1,
+            // A probe that ends without a word about its producer must not keep others away for long.
+            probe_limit: Duration::from_secs(5),
             ..RecoveryConfig::default()
         };
         // The configuration is this file's own and is in order; without a machine every load would be admitted.
-        Self { machine: Recovery::new(config).ok(), policy, started: Instant::now() }
+        Self { machine: Recovery::new(config).ok(), policy, started: Instant::now(), said: BTreeMap::new() }
+    }
+
+    /// Whether to say that a load failed, for a producer that many may be failing with: at most once in a while per
+    /// producer and reason. `Some` says how much was left out since the last line.
+    pub(super) fn may_say(
+        &mut self,
+        peer: Option<&PeerLocator>,
+        reason: LoadFailure,
+        tokens: u32,
+    ) -> Option<Unsaid> {
+        let Some(peer) = peer else { return Some(Unsaid::default()) };
+        let now = Instant::now();
+        let key = (peer.engine.clone(), reason);
+        if let Some((last, unsaid)) = self.said.get_mut(&key) {
+            if now.duration_since(*last) < QUIET {
+                unsaid.requests += 1;
+                unsaid.tokens += u64::from(tokens);
+                return None;
+            }
+            *last = now;
+            return Some(std::mem::take(unsaid));
+        }
+        if self.said.len() >= SAID_MAX {
+            self.said.retain(|_, (last, _)| now.duration_since(*last) < QUIET);
+        }
+        if self.said.len() < SAID_MAX {
+            self.said.insert(key, (now, Unsaid::default()));
+        }
+        Some(Unsaid::default())
     }
 
     fn now(&self) -> Moment {
@@ -115,7 +161,7 @@ impl Recovering {
 
 #[cfg(test)]
 mod tests {
-    use kv_proto::{EngineId, Incarnation};
+    use kv_proto::Incarnation;
 
     use super::*;
 
@@ -133,6 +179,21 @@ mod tests {
         assert!(!recovering.admits(&peer(1)), "until a probe finds it well");
         assert!(recovering.admits(&peer(2)), "another life is another peer");
         assert_eq!(recovering.stats(), BreakerStats { opened: 1, refused: 1 });
+    }
+
+    #[test]
+    fn many_failures_of_one_kind_are_one_line_that_counts_the_others() {
+        let mut recovering = Recovering::new(Policy::Recompute);
+        let (one, reason) = (peer(1), LoadFailure::PeerLost);
+        assert_eq!(recovering.may_say(Some(&one), reason, 10), Some(Unsaid::default()));
+        for _ in 0..3 {
+            assert_eq!(recovering.may_say(Some(&one), reason, 10), None);
+        }
+        assert!(recovering.may_say(Some(&one), LoadFailure::Lapsed, 10).is_some(), "another reason");
+        if let Some((last, _)) = recovering.said.get_mut(&(one.engine.clone(), reason)) {
+            *last -= QUIET;
+        }
+        assert_eq!(recovering.may_say(Some(&one), reason, 10), Some(Unsaid { requests: 3, tokens: 30 }));
     }
 
     #[test]

@@ -228,6 +228,7 @@ impl Running {
                 "expelled": sum(|c| c.expelled),
                 "pulls": sum(|c| c.pulls),
                 "retried": sum(|c| c.retried),
+                "loads_failed": sum(|c| c.loads_failed),
             },
         })
     }

@@ -98,6 +98,8 @@ pub struct WorkerCounters {
     pub pulls: u64,
     /// Times that a pull was tried again.
     pub retried: u64,
+    /// Consumers' loads from here that failed, as they say.
+    pub loads_failed: u64,
 }
 
 /// From a worker.

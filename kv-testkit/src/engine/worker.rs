@@ -218,6 +218,7 @@ impl Rig {
             expelled: stats.readers.expelled,
             pulls: stats.pulls,
             retried: stats.retried,
+            loads_failed: stats.readers.loads_failed,
         }
     }
 }

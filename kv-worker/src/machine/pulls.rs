@@ -561,9 +561,11 @@ impl Pulls {
                 self.timers.set(*repeat_at, load);
                 self.ask(load, out);
             }
-            // Its peer may be ready, or ready again.
+            // Its peer may be ready again. If it is still failed that was counted when it failed; it is tried by itself.
             State::Waiting { not_before, .. } if *not_before <= now => {
-                self.begin(now, config, local, load, out)
+                if !matches!(self.peers.standing(&pull.peer), Standing::Failed(_)) {
+                    self.begin(now, config, local, load, out);
+                }
             }
             State::Waiting { .. }
             | State::Reading { .. }

@@ -10,7 +10,8 @@ use std::hash::{Hash, Hasher};
 
 use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, OfferName, WorkerMessage};
 use kv_proto::{
-    Attempt, BlockLayout, CodecError, LeaseId, Moment, PROTOCOL_VERSION, Plan, ProducerOrder, Timers,
+    Attempt, BlockLayout, CodecError, LeaseId, Moment, PROTOCOL_VERSION, Plan, ProducerOrder, ReleaseReason,
+    Timers,
 };
 
 use crate::config::WorkerConfig;
@@ -42,6 +43,10 @@ pub struct ReaderStats {
     pub unwelcome: u64,
     /// Connections let go because they broke the protocol or never said who they are.
     pub expelled: u64,
+    /// Checks that were answered: the lease held for a portion of a load.
+    pub checks: u64,
+    /// Releases that say that a load from here failed: a reason to look at this engine, its memory and its network.
+    pub loads_failed: u64,
     /// Questions whether blocks are like ours that were looked into.
     pub compared: u64,
     /// Of these, how many found a difference.
@@ -233,6 +238,7 @@ impl Readers {
             }
             (Link::Greeted { reader, .. }, WorkerMessage::Check { lease, attempt, offer, blocks }) => {
                 if let Some(held) = self.ledger.holds(lease, reader, offer) {
+                    self.stats.checks += u64::from(held);
                     let message = WorkerMessage::Checked { lease, attempt, blocks, held };
                     out.push(Decision::Send { link, message });
                 }
@@ -246,8 +252,9 @@ impl Readers {
             }
             (
                 Link::Greeted { reader, expected, .. },
-                WorkerMessage::Release { lease, attempt, offer, .. },
+                WorkerMessage::Release { lease, attempt, offer, reason },
             ) => {
+                self.stats.loads_failed += u64::from(reason == ReleaseReason::LoadFailed);
                 let ending = ReaderEnding { reader, attempt, ending: Ending::Released, expected, offer };
                 // A release is not answered.
                 let _ = self.ledger.ending(now, lease, ending);
