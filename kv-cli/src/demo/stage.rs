@@ -213,6 +213,7 @@ impl Stage {
     async fn until<F: Future<Output = bool>>(&self, limit: Duration, fact: impl Fn() -> F) {
         let end = Instant::now() + limit;
         while !fact().await && Instant::now() < end {
+            // Other processes give no event for these facts; they are asked again, until the limit.
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     }

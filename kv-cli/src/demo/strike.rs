@@ -113,6 +113,7 @@ async fn mixed(stage: &mut Stage, asker: &Asker, wishes: &[Wish]) -> Result<Vec<
         let moment = Duration::from_millis(dice.below(120));
         let (kind, span) = (dice.below(4), Duration::from_millis(100 + dice.below(2_500)));
         let strike = async {
+            // The fault itself: a moment drawn from the seed, not a wait for anything.
             tokio::time::sleep(moment).await;
             match kind {
                 0 => stage.restart_prefill().await,
