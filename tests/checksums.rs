@@ -67,6 +67,13 @@ fn p8_with_checksums_a_wrong_byte_fails_the_load_and_what_is_before_it_is_kept()
         let unequal: u64 = world[P].workers.iter().map(|worker| worker.stats().readers.unequal).sum();
         assert_eq!(unequal, 1);
         assert_eq!(world[P].sched.stats().producer.confirmed, 0);
+        // The producers looked at themselves, and found that they can be read: it was the consumer's side.
+        world.until("self checks end", common::SOON, |w| {
+            let checks = w[P].workers.iter().map(|worker| worker.stats().readers.self_checks);
+            checks.sum::<u64>() > 0
+        });
+        let failed = world[P].workers.iter().map(|worker| worker.stats().readers.self_checks_failed);
+        assert_eq!(failed.sum::<u64>(), 0);
         // The request computes the rest; the next one loads as if nothing had been.
         world.finish(D, "r");
         let seed = world.seed();

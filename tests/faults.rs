@@ -112,6 +112,24 @@ fn a_producer_that_falls_silent_while_it_is_read_fails_the_load_within_its_limit
     world[D].assert_memory();
 }
 
+// H-19
+#[test]
+fn a_producer_whose_memory_cannot_be_read_finds_that_out_by_itself() {
+    let mut world = slow_pair();
+    // The consumer's read stalls on the way, and so does the producer's read of itself.
+    let offer = caught_in_the_middle(&mut world);
+    let (reason, detail) = world.expect_failed(D, "r");
+    assert_eq!(reason, LoadFailure::ReadTimedOut, "{detail}");
+    world.finish(D, "r");
+    world.until("the self check has failed", 2 * SOON, |w| {
+        let readers = w[P].workers[0].stats().readers;
+        (readers.loads_failed, readers.self_checks, readers.self_checks_failed) == (1, 1, 1)
+    });
+    world.released(P, offer.hold);
+    world[P].valves[0].allow_all();
+    world.hand_over(P, D, "next");
+}
+
 // H-18, H-20
 #[test]
 fn a_producer_that_dies_before_it_has_confirmed_fails_the_load_although_every_byte_is_here() {

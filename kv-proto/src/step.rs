@@ -291,14 +291,38 @@ impl LoadFailure {
             Self::Other => "other",
         }
     }
+
+    /// Whether the same load from the same producer can go well while its lease lives: what broke may be whole again,
+    /// or another connection may do. A reason that this version does not know may not: to compute is always right.
+    pub const fn may_pass(self) -> bool {
+        match self {
+            Self::HandshakeUnreachable
+            | Self::ConnectFailed
+            | Self::PeerLost
+            | Self::ReadTimedOut
+            | Self::ReadFailed
+            | Self::ConfirmTimedOut => true,
+            // The same question gets the same answer: another life, another engine, other blocks, no lease.
+            Self::HandshakeRefused
+            | Self::Incompatible
+            | Self::HandshakeMalformed
+            | Self::WrongPeer
+            | Self::BadBlocks
+            | Self::ReadRefused
+            | Self::Lapsed
+            | Self::Corrupt => false,
+            // Nobody wants it, or the destination may still be written.
+            Self::Cancelled | Self::Closed | Self::ReportMissing | Self::Other => false,
+        }
+    }
 }
 
 /// What a good load moved on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct LoadStats {
-    /// Bytes read.
+    /// Bytes that arrived, over all tries.
     pub bytes: u64,
-    /// Ranges read, after neighbours were merged.
+    /// Ranges that they arrived in, after neighbours were merged.
     pub ranges: u64,
     /// From the order to the last byte, in microseconds.
     pub read_us: u64,

@@ -57,6 +57,8 @@ pub struct WorkerLimits {
     pub remember_ended: Duration,
     /// How long a connection to a producer is kept without any business.
     pub peer_idle: Duration,
+    /// Between two self checks, however many loads from here are said to have failed.
+    pub self_check_every: Duration,
 }
 
 impl Default for WorkerLimits {
@@ -78,6 +80,7 @@ impl Default for WorkerLimits {
             portion_bytes: 64 << 20,
             remember_ended: Duration::from_secs(60),
             peer_idle: Duration::from_secs(600),
+            self_check_every: Duration::from_secs(10),
         }
     }
 }
@@ -125,6 +128,7 @@ impl WorkerConfig {
             ("renew_every", l.renew_every),
             ("remember_ended", l.remember_ended),
             ("peer_idle", l.peer_idle),
+            ("self_check_every", l.self_check_every),
         ] {
             if value.is_zero() {
                 return Err(WorkerConfigError::Zero { field });

@@ -19,6 +19,7 @@ use crate::digest::Digester;
 use crate::machine::io::{Decision, DigestOf, Fact, Failure, LinkId};
 use crate::machine::peers::Peers;
 use crate::machine::worker::{WorkerMachine, WorkerStats};
+use crate::self_check::SelfCheck;
 
 /// Most handshakes in progress at once; each has a thread of its own, since looking up a host can block.
 const HANDSHAKES_MAX: usize = 256;
@@ -107,6 +108,7 @@ pub(crate) struct Driver {
     pub(crate) dialler: Arc<dyn Dial>,
     pub(crate) fingerprint: Fingerprint,
     pub(crate) digester: Arc<Digester>,
+    pub(crate) self_check: SelfCheck,
     pub(crate) shared: Arc<Shared>,
 }
 
@@ -254,6 +256,10 @@ impl Running {
     }
 
     fn event(&mut self, event: Event) {
+        let event = match self.driver.self_check.event(event) {
+            Ok(end) => return self.self_checked(end),
+            Err(event) => event,
+        };
         match event {
             Event::Connected { peer } => {
                 if let Some(link) = self.names.get(&peer).copied() {
@@ -335,7 +341,23 @@ impl Running {
                 self.to_digest.push_back((of, groups));
                 self.start_digests();
             }
+            Decision::CheckSelf => {
+                let end = self.driver.self_check.begin(&self.driver.machine.config().limits);
+                self.self_checked(end);
+            }
         }
+    }
+
+    fn self_checked(&mut self, end: Option<Result<(), Failure>>) {
+        let Some(result) = end else { return };
+        match &result {
+            Ok(()) => debug!("a consumer's load from here failed; own memory can be read"),
+            Err(failure) => {
+                let (reason, transport) = (failure.reason.name(), self.driver.transport.name());
+                warn!(reason, transport, detail = %failure.detail, "own memory cannot be read: consumers' loads fail");
+            }
+        }
+        self.take(Fact::SelfChecked { result });
     }
 
     /// Gives work to threads of its own, so that hashing delays no message and no deadline.

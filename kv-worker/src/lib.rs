@@ -6,6 +6,7 @@ mod driver;
 pub mod machine;
 pub mod portions;
 pub mod ranges;
+mod self_check;
 pub mod worker;
 
 pub use config::{WorkerConfig, WorkerConfigError, WorkerLimits};

@@ -16,6 +16,7 @@ use crate::digest::Digester;
 use crate::driver::{Command, Dial, Driver, Shared};
 use crate::machine::pulls::LocalMemory;
 use crate::machine::worker::{WorkerMachine, WorkerStats};
+use crate::self_check::SelfCheck;
 
 /// How long dropping a [`Worker`] waits for its thread.
 const DROP_LIMIT: Duration = Duration::from_secs(2);
@@ -118,9 +119,12 @@ impl Worker {
                 keys,
             }],
         };
+        let lens = card.memory_sizes.iter().copied();
+        let self_check = SelfCheck::new(transport.clone(), regions.iter().copied().zip(lens).collect());
         let shared = Arc::new(Shared::new(Report::new(config.rank), on_report));
         let machine = WorkerMachine::new(config, LocalMemory { layout, regions }, transport.name());
-        let driver = Driver { machine, transport, dialler, fingerprint, digester, shared: shared.clone() };
+        let driver =
+            Driver { machine, transport, dialler, fingerprint, digester, self_check, shared: shared.clone() };
         let (commands, queue) = mpsc::unbounded_channel();
         let (end, done) = std::sync::mpsc::channel();
         let runtime = Driver::runtime().map_err(|e| WorkerError::Thread { kind: e.kind() })?;

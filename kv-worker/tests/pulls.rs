@@ -460,6 +460,29 @@ fn p1_a_portion_whose_lease_had_not_held_ends_the_load_and_is_not_kept() {
 
 // H-18, H-27
 #[test]
+fn p1_an_answer_that_nothing_was_held_ends_a_load_that_waits_to_be_tried_again() {
+    let mut rig = patient();
+    rig.read_ended(10, 1);
+    rig.read_failed(20, 1, LoadFailure::ReadFailed);
+    assert_eq!(rig.hear(21, dialled(0), checked(1, false)), NOTHING, "there is nothing to give back");
+    assert_eq!(rig.loads(), ends(&[(1, "lapsed")]));
+}
+
+#[test]
+fn a_load_that_was_tried_again_says_all_that_it_moved_and_nothing_twice() {
+    let mut rig = patient();
+    rig.read_ended(10, 1);
+    rig.read_failed(20, 1, LoadFailure::ReadFailed);
+    rig.pass(20 + RETRY_MIN_MS);
+    rig.read_ended(200, 1);
+    rig.hear(201, dialled(0), confirmed(5, 1));
+    let loads = rig.m.take_report().loads;
+    let [(_, kv_proto::PullEnd::Loaded(stats))] = &loads[..] else { panic!("{loads:?}") };
+    assert_eq!((stats.bytes, stats.ranges), (128, 2));
+}
+
+// H-18, H-27
+#[test]
 fn p1_the_last_portion_needs_the_confirmation_and_earlier_ones_stay_verified_without() {
     let mut rig = portioned();
     rig.read_ended(10, 1);

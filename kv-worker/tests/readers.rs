@@ -443,3 +443,48 @@ fn p1_a_check_is_answered_by_what_is_held_and_ends_nothing() {
     assert_eq!(rig.hear(20, accepted(0), read_done(1, 4)), ["a0: confirmed 1/4"]);
     assert_eq!(rig.hear(30, accepted(0), check(1)), ["a0: not held 1/4 of 3"], "it is over");
 }
+
+fn failed(lease: u64) -> WorkerMessage {
+    let (reason, attempt) = (kv_proto::ReleaseReason::LoadFailed, kv_proto::Attempt(1));
+    WorkerMessage::Release { lease: LeaseId(lease), attempt, offer: OFFER, reason }
+}
+
+fn self_checks(rig: &Rig) -> (u64, u64) {
+    let stats = rig.m.stats().readers;
+    (stats.self_checks, stats.self_checks_failed)
+}
+
+fn self_checked(good: bool) -> Fact {
+    let failure = kv_worker::Failure::new(kv_proto::LoadFailure::ReadFailed, "no key");
+    Fact::SelfChecked { result: if good { Ok(()) } else { Err(failure) } }
+}
+
+// H-19
+#[test]
+fn a_producer_looks_at_itself_when_a_load_from_it_failed_and_not_for_each_of_many() {
+    let mut rig = lending();
+    assert_eq!(rig.hear(10, accepted(0), released(1, 1)), NOTHING, "an aborted one says nothing about us");
+    assert_eq!(rig.hear(20, accepted(0), failed(2)), ["check self"]);
+    assert_eq!(rig.hear(21, accepted(0), failed(3)), NOTHING, "it is under way");
+    rig.take(30, self_checked(true));
+    assert_eq!(rig.hear(30 + SELF_CHECK_MS - 1, accepted(0), failed(4)), NOTHING);
+    assert_eq!(rig.hear(30 + SELF_CHECK_MS, accepted(0), failed(5)), ["check self"]);
+    rig.take(40 + SELF_CHECK_MS, self_checked(false));
+    assert_eq!(self_checks(&rig), (2, 1));
+    assert_eq!(rig.m.stats().readers.loads_failed, 4);
+}
+
+// H-20
+#[test]
+fn p4_a_self_check_without_an_end_has_failed() {
+    let mut rig = lending();
+    assert_eq!(rig.hear(20, accepted(0), failed(2)), ["check self"]);
+    let limit = 20 + CONNECT_MS + READ_MS + STALL_MS;
+    rig.pass(limit - 1);
+    assert_eq!(self_checks(&rig), (1, 0));
+    rig.pass(limit);
+    assert_eq!(self_checks(&rig), (1, 1));
+    rig.take(limit + 1, self_checked(true));
+    assert_eq!(self_checks(&rig), (1, 1), "it comes too late");
+    assert_eq!(rig.hear(limit + 2, accepted(0), failed(3)), ["check self"]);
+}

@@ -588,3 +588,14 @@ impl World {
         assert_eq!(self[p].sched.stats().producer.confirmed, confirmed + 1);
     }
 }
+
+/// The load fails for this reason and with these words, and nothing is left of it at the consumer.
+pub fn refuse_load(world: &mut World, name: &str, reason: LoadFailure, words: &[&str]) {
+    let (got, detail) = world.expect_failed(D, name);
+    assert_eq!(got, reason, "{detail}");
+    for word in words {
+        assert!(detail.contains(word), "{word:?} is not in: {detail}");
+    }
+    world.finish(D, name);
+    world.until("nothing is held", SOON, |w| w[D].sched.stats().holds == 0);
+}

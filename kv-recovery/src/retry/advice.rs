@@ -26,34 +26,26 @@ pub struct Advice {
     pub evidence: Evidence,
 }
 
-/// The table. A reason that this version does not know is never tried again: to compute is always right.
+/// The table. Whether the same producer can help is said by [`LoadFailure::may_pass`], for workers and engines alike.
 pub const fn advice(reason: LoadFailure) -> Advice {
-    let (same, elsewhere, evidence) = match reason {
-        // Roads that may be free again.
-        LoadFailure::HandshakeUnreachable => (true, true, Evidence::Gone),
-        LoadFailure::ConnectFailed => (true, true, Evidence::Gone),
-        LoadFailure::PeerLost => (true, true, Evidence::Gone),
-        LoadFailure::ReadTimedOut => (true, true, Evidence::Fault),
-        LoadFailure::ReadFailed => (true, true, Evidence::Fault),
-        LoadFailure::ConfirmTimedOut => (true, true, Evidence::Fault),
-        // The same question gets the same answer.
-        LoadFailure::HandshakeRefused => (false, true, Evidence::Answered),
-        LoadFailure::Incompatible => (false, true, Evidence::Answered),
-        LoadFailure::Lapsed => (false, true, Evidence::Answered),
-        LoadFailure::HandshakeMalformed => (false, true, Evidence::Fault),
+    let (elsewhere, evidence) = match reason {
+        LoadFailure::HandshakeUnreachable | LoadFailure::ConnectFailed | LoadFailure::PeerLost => {
+            (true, Evidence::Gone)
+        }
         // A life that is over does not come back.
-        LoadFailure::WrongPeer => (false, true, Evidence::Gone),
+        LoadFailure::WrongPeer => (true, Evidence::Gone),
+        LoadFailure::ReadTimedOut | LoadFailure::ReadFailed | LoadFailure::ConfirmTimedOut => {
+            (true, Evidence::Fault)
+        }
+        LoadFailure::HandshakeMalformed | LoadFailure::Corrupt => (true, Evidence::Fault),
+        LoadFailure::HandshakeRefused | LoadFailure::Incompatible | LoadFailure::Lapsed => {
+            (true, Evidence::Answered)
+        }
         // Wrong for these two pools or this transport; another offer names other blocks.
-        LoadFailure::BadBlocks => (false, true, Evidence::Nothing),
-        LoadFailure::ReadRefused => (false, true, Evidence::Nothing),
-        // Our own doing. After a missing report the destination blocks may still be written: nothing may be read
-        // into them again.
-        LoadFailure::Cancelled => (false, false, Evidence::Nothing),
-        LoadFailure::Closed => (false, false, Evidence::Nothing),
-        LoadFailure::ReportMissing => (false, false, Evidence::Nothing),
-        LoadFailure::Other => (false, false, Evidence::Nothing),
-        // The list of reasons may grow.
-        _ => (false, false, Evidence::Nothing),
+        LoadFailure::BadBlocks | LoadFailure::ReadRefused => (true, Evidence::Nothing),
+        // Our own doing, or unknown (the list of reasons may grow). After a missing report the destination blocks may
+        // still be written: nothing may be read into them again.
+        _ => (false, Evidence::Nothing),
     };
-    Advice { same, elsewhere, evidence }
+    Advice { same: reason.may_pass(), elsewhere, evidence }
 }

@@ -229,6 +229,8 @@ impl Running {
                 "pulls": sum(|c| c.pulls),
                 "retried": sum(|c| c.retried),
                 "loads_failed": sum(|c| c.loads_failed),
+                "self_checks": sum(|c| c.self_checks),
+                "self_checks_failed": sum(|c| c.self_checks_failed),
             },
         })
     }

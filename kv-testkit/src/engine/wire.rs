@@ -100,6 +100,10 @@ pub struct WorkerCounters {
     pub retried: u64,
     /// Consumers' loads from here that failed, as they say.
     pub loads_failed: u64,
+    /// Self checks that followed from that.
+    pub self_checks: u64,
+    /// Of these, how many failed.
+    pub self_checks_failed: u64,
 }
 
 /// From a worker.

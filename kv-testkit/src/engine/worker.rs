@@ -219,6 +219,8 @@ impl Rig {
             pulls: stats.pulls,
             retried: stats.retried,
             loads_failed: stats.readers.loads_failed,
+            self_checks: stats.readers.self_checks,
+            self_checks_failed: stats.readers.self_checks_failed,
         }
     }
 }

@@ -394,7 +394,7 @@ impl Machines {
             }
             Decision::CancelRead { load } => Deed::Cancel(load.0 as Load),
             // No worker here wants checksums, so none is asked for any.
-            Decision::Digest { .. } => return None,
+            Decision::Digest { .. } | Decision::CheckSelf => return None,
         })
     }
 }

@@ -98,6 +98,11 @@ pub enum Fact {
         /// One for each position; or why there is none.
         digests: Result<Vec<BlockDigest>, Failure>,
     },
+    /// A self check ended.
+    SelfChecked {
+        /// Whether own memory can be read over the own transport.
+        result: Result<(), Failure>,
+    },
 }
 
 /// Something to be done by the driver. None of it is waited for; what comes of it is a later [`Fact`].
@@ -148,4 +153,7 @@ pub enum Decision {
         /// The blocks.
         groups: Vec<GroupList>,
     },
+    /// Find out whether own memory can be read over the own transport. [`Fact::SelfChecked`] follows; if it does not
+    /// follow in time, that is an answer too.
+    CheckSelf,
 }

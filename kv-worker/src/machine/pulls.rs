@@ -44,12 +44,19 @@ enum State {
     /// connection is lost is no other.
     Waiting { groups: Vec<GroupBlocks>, until: Moment, not_before: Moment, outage_counted: bool },
     /// The transport owns the destination. `left` is what is not ordered yet, `doomed` why the result no longer counts.
-    Reading { left: Portions, stats: LoadStats, until: Moment, doomed: Option<Failure> },
+    Reading { left: Portions, portion: Moved, until: Moment, doomed: Option<Failure> },
     /// Every byte is here; the producer has not yet said of all of them that they are its own.
-    Comparing { stats: LoadStats, read_at: Moment, until: Moment, repeat_at: Moment },
+    Comparing { read_at: Moment, until: Moment, repeat_at: Moment },
     /// Every byte is here; the producer is asked.
     /// `more`: others of ours still read under the lease. It is said alike each time that it is asked.
-    Confirming { stats: LoadStats, read_at: Moment, until: Moment, repeat_at: Moment, more: bool },
+    Confirming { read_at: Moment, until: Moment, repeat_at: Moment, more: bool },
+}
+
+/// What one portion moves.
+#[derive(Debug, Clone, Copy, Hash, Default)]
+struct Moved {
+    bytes: u64,
+    ranges: u64,
 }
 
 #[derive(Debug, Clone, Hash)]
@@ -63,6 +70,8 @@ struct Pull {
     verified: u32,
     /// How often it was tried again.
     retries: u32,
+    /// What has arrived, over all tries.
+    stats: LoadStats,
     /// With checksums.
     comparison: Option<Comparison>,
     state: State,
@@ -197,7 +206,9 @@ impl Pulls {
         self.set(load, until);
         let comparison = config.checksums.then(Comparison::default);
         let (read, verified, retries) = (0, 0, 0);
-        let pull = Pull { name, peer: key, ordered_at: now, read, verified, retries, comparison, state };
+        let stats = LoadStats::default();
+        let pull =
+            Pull { name, peer: key, ordered_at: now, read, verified, retries, stats, comparison, state };
         self.pulls.insert(load, pull);
         if void {
             return self.fail(now, config, load, not_held(), out);
@@ -233,7 +244,7 @@ impl Pulls {
         left.resume_at(pull.read);
         // The transport ends each read within its own limit; this one is for one that does not, and for all portions.
         let until = now + config.limits.read + config.limits.stall;
-        pull.state = State::Reading { left, stats: LoadStats::default(), until, doomed: None };
+        pull.state = State::Reading { left, portion: Moved::default(), until, doomed: None };
         self.timers.clear(waited_until, load);
         self.timers.clear(not_before, load);
         self.set(load, until);
@@ -250,7 +261,7 @@ impl Pulls {
         out: &mut Vec<Decision>,
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let State::Reading { left, stats, .. } = &mut pull.state else { return };
+        let State::Reading { left, portion, .. } = &mut pull.state else { return };
         let groups = left.take();
         let (link, parts) = match self.peers.standing(&pull.peer) {
             Standing::Ready(link, remote) => {
@@ -280,8 +291,7 @@ impl Pulls {
         }
         let ranges = parts.iter().flat_map(|part| &part.ranges);
         let bytes: u64 = ranges.clone().map(|r| r.len).sum();
-        stats.bytes += bytes;
-        stats.ranges += ranges.count() as u64;
+        *portion = Moved { bytes, ranges: ranges.count() as u64 };
         if bytes == 0 {
             return self.read_ended(now, config, local, load, Ok(()), out);
         }
@@ -380,13 +390,15 @@ impl Pulls {
         out: &mut Vec<Decision>,
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let State::Reading { left, stats, until, doomed } = &mut pull.state else { return };
+        let State::Reading { left, portion, until, doomed } = &mut pull.state else { return };
         if let Some(failure) = doomed.take() {
             return self.fail(now, config, load, failure, out);
         }
         if let Err(failure) = result {
             return self.fail_or_read_again(now, config, load, failure, out);
         }
+        pull.stats.bytes += portion.bytes;
+        pull.stats.ranges += portion.ranges;
         let from = std::mem::replace(&mut pull.read, left.taken());
         if let Some(groups) = pull.comparison.as_mut().and_then(|comparison| comparison.arrived(from)) {
             out.push(Decision::Digest { of: DigestOf::Load { load, from }, groups });
@@ -397,15 +409,14 @@ impl Pulls {
             }
             return self.read_portion(now, config, local, load, out);
         }
-        let mut stats = *stats;
-        stats.read_us = micros(now.since(pull.ordered_at));
+        pull.stats.read_us = micros(now.since(pull.ordered_at));
         self.timers.clear(*until, load);
         if pull.comparison.as_ref().is_none_or(Comparison::is_over) {
-            return self.confirm(now, config, load, stats, now, out);
+            return self.confirm(now, config, load, now, out);
         }
         let until = now + config.limits.confirm;
         let repeat_at = now + config.limits.confirm_repeat;
-        pull.state = State::Comparing { stats, read_at: now, until, repeat_at };
+        pull.state = State::Comparing { read_at: now, until, repeat_at };
         self.set(load, until);
         self.set(load, repeat_at);
     }
@@ -416,7 +427,6 @@ impl Pulls {
         now: Moment,
         config: &WorkerConfig,
         load: LoadId,
-        stats: LoadStats,
         read_at: Moment,
         out: &mut Vec<Decision>,
     ) {
@@ -424,7 +434,7 @@ impl Pulls {
         let more = self.peers.pull_asks(&pull.peer, pull.name);
         let until = now + config.limits.confirm;
         let repeat_at = now + config.limits.confirm_repeat;
-        pull.state = State::Confirming { stats, read_at, until, repeat_at, more };
+        pull.state = State::Confirming { read_at, until, repeat_at, more };
         self.set(load, until);
         self.set(load, repeat_at);
         self.ask(load, out);
@@ -475,7 +485,7 @@ impl Pulls {
                 }
             }
             Change::Checked(peer, lease, attempt, blocks, held) => {
-                self.checked(&peer, lease, LoadId(attempt.0), blocks, held, out);
+                self.checked(now, config, &peer, lease, LoadId(attempt.0), (blocks, held), out);
             }
             Change::Compared(peer, lease, attempt, answer) => {
                 self.compared(now, config, &peer, lease, LoadId(attempt.0), answer, out);

@@ -26,6 +26,14 @@ use questions::{Asked, Questions};
 enum TimerKey {
     Link(LinkId),
     Question(u64),
+    SelfCheck,
+}
+
+/// Whether this worker looks at itself, as a consumer would.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum SelfCheck {
+    Idle { not_before: Moment },
+    Running { until: Moment },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -45,8 +53,12 @@ pub struct ReaderStats {
     pub expelled: u64,
     /// Checks that were answered: the lease held for a portion of a load.
     pub checks: u64,
-    /// Releases that say that a load from here failed: a reason to look at this engine, its memory and its network.
+    /// Releases that say that a load from here failed: a reason for a self check.
     pub loads_failed: u64,
+    /// Self checks: own memory read over the own transport.
+    pub self_checks: u64,
+    /// Of these, how many failed: consumers can read nothing from here.
+    pub self_checks_failed: u64,
     /// Questions whether blocks are like ours that were looked into.
     pub compared: u64,
     /// Of these, how many found a difference.
@@ -64,6 +76,7 @@ pub struct Readers {
     ledger: Ledger,
     links: BTreeMap<LinkId, Link>,
     questions: Questions,
+    self_check: SelfCheck,
     timers: Timers<TimerKey>,
     stats: ReaderStats,
 }
@@ -75,6 +88,7 @@ impl Readers {
             ledger,
             links: BTreeMap::new(),
             questions: Questions::default(),
+            self_check: SelfCheck::Idle { not_before: Moment::START },
             timers: Timers::default(),
             stats: ReaderStats::default(),
         }
@@ -254,7 +268,10 @@ impl Readers {
                 Link::Greeted { reader, expected, .. },
                 WorkerMessage::Release { lease, attempt, offer, reason },
             ) => {
-                self.stats.loads_failed += u64::from(reason == ReleaseReason::LoadFailed);
+                if reason == ReleaseReason::LoadFailed {
+                    self.stats.loads_failed += 1;
+                    self.check_self(now, config, out);
+                }
                 let ending = ReaderEnding { reader, attempt, ending: Ending::Released, expected, offer };
                 // A release is not answered.
                 let _ = self.ledger.ending(now, lease, ending);
@@ -262,6 +279,27 @@ impl Readers {
             (Link::Ungreeted { .. } | Link::Greeted { .. }, _) => self.expel(now, link, out),
         }
         self.tell_not_held(out);
+    }
+
+    /// A load from here failed. Many may fail at once: one look is enough for a while.
+    fn check_self(&mut self, now: Moment, config: &WorkerConfig, out: &mut Vec<Decision>) {
+        match self.self_check {
+            SelfCheck::Idle { not_before } if not_before <= now => {}
+            SelfCheck::Idle { .. } | SelfCheck::Running { .. } => return,
+        }
+        let until = now + config.limits.connect + config.limits.read + config.limits.stall;
+        self.self_check = SelfCheck::Running { until };
+        self.timers.set(until, TimerKey::SelfCheck);
+        self.stats.self_checks += 1;
+        out.push(Decision::CheckSelf);
+    }
+
+    /// A self check ended. One that was late has been counted as failed.
+    pub fn self_checked(&mut self, now: Moment, config: &WorkerConfig, good: bool) {
+        let SelfCheck::Running { until } = self.self_check else { return };
+        self.timers.clear(until, TimerKey::SelfCheck);
+        self.self_check = SelfCheck::Idle { not_before: now + config.limits.self_check_every };
+        self.stats.self_checks_failed += u64::from(!good);
     }
 
     /// A renewal is a sign of life in any case; what it names counts only in its turn.
@@ -316,6 +354,14 @@ impl Readers {
                     }
                 }
                 TimerKey::Question(number) => self.question_late(now, number),
+                TimerKey::SelfCheck => {
+                    if let SelfCheck::Running { until } = self.self_check
+                        && until <= now
+                    {
+                        self.self_check = SelfCheck::Idle { not_before: now };
+                        self.stats.self_checks_failed += 1;
+                    }
+                }
             }
         }
         self.tell_not_held(out);

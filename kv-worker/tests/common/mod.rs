@@ -36,6 +36,7 @@ pub(crate) const REPEAT_MS: u64 = 100;
 pub(crate) const RENEW_MS: u64 = 200;
 pub(crate) const REMEMBER_MS: u64 = 5_000;
 pub(crate) const IDLE_MS: u64 = 10_000;
+pub(crate) const SELF_CHECK_MS: u64 = 2_000;
 
 pub(crate) const OFFER: OfferDigest = OfferDigest::from_bytes([7; 16]);
 
@@ -67,6 +68,7 @@ pub(crate) fn limits() -> WorkerLimits {
         retries: 0,
         remember_ended: ms(REMEMBER_MS),
         peer_idle: ms(IDLE_MS),
+        self_check_every: ms(SELF_CHECK_MS),
     }
 }
 
@@ -342,6 +344,7 @@ pub(crate) fn line(decision: &Decision) -> String {
             format!("{}: read {bytes} bytes for {}", link_line(*link), load.0)
         }
         Decision::CancelRead { load } => format!("cancel {}", load.0),
+        Decision::CheckSelf => "check self".to_owned(),
         Decision::Digest { of, groups } => {
             let blocks: Vec<u32> = groups.iter().flat_map(|group| group.blocks.iter()).map(|b| b.0).collect();
             let blocks =

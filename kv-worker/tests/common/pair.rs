@@ -300,6 +300,7 @@ impl Pair {
                     }
                 },
                 Decision::CancelRead { load } => drop(self.cancelled.insert(load.0)),
+                Decision::CheckSelf => {}
                 Decision::Digest { of, groups } => self.digests.push_back((p, of, groups)),
                 Decision::Connect { link, .. } => panic!("{link:?} is not ours to make"),
             }

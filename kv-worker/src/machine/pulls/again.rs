@@ -1,6 +1,6 @@
 //! Failures that may pass: the pull waits, and reads what is not here yet.
 
-use kv_proto::{LoadFailure, LoadId, Moment};
+use kv_proto::{LoadId, Moment};
 
 use super::{Pulls, State};
 use crate::config::WorkerConfig;
@@ -19,10 +19,10 @@ impl Pulls {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
         let State::Waiting { outage_counted, .. } = &mut pull.state else { return };
         // The peer is tried again by itself, since this pull wants it; its limit goes on.
-        if may_pass(failure.reason) && std::mem::take(outage_counted) {
+        if failure.reason.may_pass() && std::mem::take(outage_counted) {
             return;
         }
-        if may_pass(failure.reason) && pull.retries < config.limits.retries {
+        if failure.reason.may_pass() && pull.retries < config.limits.retries {
             pull.retries += 1;
             self.stats.retried += 1;
             return;
@@ -41,7 +41,7 @@ impl Pulls {
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
         let State::Reading { left, until: was, .. } = &pull.state else { return };
-        if pull.retries >= config.limits.retries || !may_pass(failure.reason) {
+        if pull.retries >= config.limits.retries || !failure.reason.may_pass() {
             return self.fail(now, config, load, failure, out);
         }
         let (was, groups) = (*was, left.clone().into_groups());
@@ -54,19 +54,5 @@ impl Pulls {
         self.timers.clear(was, load);
         self.set(load, until);
         self.set(load, not_before);
-    }
-}
-
-/// Whether trying again can help: what broke may be whole again, or another connection may do.
-fn may_pass(reason: LoadFailure) -> bool {
-    match reason {
-        LoadFailure::HandshakeUnreachable
-        | LoadFailure::ConnectFailed
-        | LoadFailure::PeerLost
-        | LoadFailure::ReadRefused
-        | LoadFailure::ReadTimedOut
-        | LoadFailure::ReadFailed => true,
-        // Another life, another engine, other blocks, no lease, or nobody who wants it.
-        _ => false,
     }
 }

@@ -21,13 +21,15 @@ impl Pulls {
         }
     }
 
+    #[allow(clippy::too_many_arguments)] // The answer's own parts, with time, configuration and output.
     pub(super) fn checked(
         &mut self,
+        now: Moment,
+        config: &WorkerConfig,
         peer: &Arc<PeerLocator>,
         lease: LeaseId,
         load: LoadId,
-        blocks: u32,
-        held: bool,
+        (blocks, held): (u32, bool),
         out: &mut Vec<Decision>,
     ) {
         let Some(pull) = self.pulls.get_mut(&load) else { return };
@@ -37,9 +39,9 @@ impl Pulls {
         if held {
             // What a producer says of blocks that are not here says nothing.
             pull.verified = pull.verified.max(blocks.min(pull.read));
-        } else if let State::Reading { doomed, .. } = &mut pull.state {
-            doomed.get_or_insert_with(not_held);
-            out.push(Decision::CancelRead { load });
+        } else if !matches!(pull.state, State::Confirming { .. }) {
+            // While it is being confirmed, that answer is the one that counts.
+            self.spoil(now, config, load, not_held(), out);
         }
     }
 
@@ -67,11 +69,12 @@ impl Pulls {
     ) {
         let load = LoadId(attempt.0);
         let Some(pull) = self.pulls.get(&load) else { return };
-        let State::Confirming { mut stats, read_at, more, .. } = pull.state else { return };
+        let State::Confirming { read_at, more, .. } = pull.state else { return };
         if pull.name.0 != lease || pull.peer != *peer {
             return;
         }
         if confirmed {
+            let mut stats = pull.stats;
             stats.confirm_us = micros(now.since(read_at));
             self.end(now, config, load, End::Confirmed { more }, out);
             self.ended.push((load, PullEnd::Loaded(stats)));

@@ -173,12 +173,12 @@ impl Pulls {
         }
         comparison.asked.remove(&from);
         pull.verified = pull.verified.max(comparison.verified(pull.read));
-        if let State::Comparing { stats, read_at, until, repeat_at } = pull.state
+        if let State::Comparing { read_at, until, repeat_at } = pull.state
             && comparison.is_over()
         {
             self.timers.clear(until, load);
             self.timers.clear(repeat_at, load);
-            self.confirm(now, config, load, stats, read_at, out);
+            self.confirm(now, config, load, read_at, out);
         }
     }
 }
