@@ -25,7 +25,7 @@ pub struct Finished {
 }
 
 /// Counters of the scheduler half.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct SchedulerStats {
     /// As a producer.
     pub producer: ProducerStats,
@@ -137,6 +137,11 @@ impl SchedulerConnector {
     ) -> Result<(), ConnectorError> {
         let now = self.now();
         Ok(self.scheduler.blocks_allocated(now, request, local_tokens, remote_tokens, blocks)?)
+    }
+
+    /// The load that a request waits for; see [`Scheduler::load_of`].
+    pub fn load_of(&self, request: &RequestId) -> Option<kv_proto::LoadId> {
+        self.scheduler.load_of(request)
     }
 
     /// A request ended, in whatever way; see [`Scheduler::request_finished`].

@@ -108,7 +108,7 @@ pub enum ListenError {
 }
 
 /// What a listener has done since it started.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize)]
 #[non_exhaustive]
 pub struct ListenerStats {
     /// Queries accepted.

@@ -157,6 +157,11 @@ impl Scheduler {
         self.consumer.allocated(now, &self.config, request, local_tokens, remote_tokens, blocks, orders)
     }
 
+    /// The load that a request waits for, by the number that reports name; `None` if it waits for none.
+    pub fn load_of(&self, request: &RequestId) -> Option<kv_proto::LoadId> {
+        self.consumer.load_of(request)
+    }
+
     /// The engine will compute the prompt although an offer came with it, for a reason of its own: its producer is known
     /// to fail, or the way there is too slow. The offer is given back; from now on nothing remote is left.
     pub fn request_declined(&mut self, request: &RequestId) {

@@ -75,8 +75,7 @@ impl SelfCheck {
             (State::Reading { peer, .. }, Event::ReadCompleted { op: OP, outcome }) => {
                 let result = outcome
                     .result
-                    .as_ref()
-                    .map(|()| ())
+                    .clone()
                     .map_err(|error| Failure::new(LoadFailure::ReadFailed, error.to_string()));
                 Ok(self.end(Some(*peer), result))
             }

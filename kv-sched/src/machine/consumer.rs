@@ -63,7 +63,7 @@ enum TimerKey {
 }
 
 /// Counters of the consumer side. They only grow.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, serde::Serialize)]
 pub struct ConsumerStats {
     /// Loads ordered.
     pub loads: u64,
@@ -128,6 +128,14 @@ impl Consumer {
     /// Whether the request is one of this machine's.
     pub fn knows(&self, request: &RequestId) -> bool {
         self.requests.contains_key(request)
+    }
+
+    /// The load that the request waits for.
+    pub fn load_of(&self, request: &RequestId) -> Option<LoadId> {
+        match self.requests.get(request)? {
+            Request::Loading { load, .. } => Some(*load),
+            Request::Queued { .. } | Request::Settled => None,
+        }
     }
 
     /// Counters.

@@ -35,7 +35,7 @@ struct Held {
 }
 
 /// Counters of the producer side. They only grow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct ProducerStats {
     /// Leases granted.
     pub granted: u64,

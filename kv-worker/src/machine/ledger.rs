@@ -124,7 +124,7 @@ const EARLY_MAX: usize = 64;
 const READERS_MAX: usize = 256;
 
 /// Counters. They only grow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct LedgerStats {
     /// `ReadDone` answered with `Confirmed`, repetitions excluded.
     pub confirmed: u64,

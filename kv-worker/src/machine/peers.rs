@@ -118,7 +118,7 @@ pub enum Change {
 }
 
 /// Counters. They only grow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct PeerStats {
     /// Handshakes begun.
     pub handshakes: u64,

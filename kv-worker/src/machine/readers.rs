@@ -43,7 +43,7 @@ enum Link {
 }
 
 /// Counters of what consumers did wrong. They only grow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct ReaderStats {
     /// Consumers greeted.
     pub greeted: u64,

@@ -10,7 +10,7 @@ use crate::machine::pulls::{LocalMemory, Pulls};
 use crate::machine::readers::{ReaderStats, Readers};
 
 /// Counters of all parts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct WorkerStats {
     /// The lease ledger.
     pub ledger: LedgerStats,

@@ -1,0 +1,15 @@
+"""The connector for vLLM, loaded by name:
+
+    --kv-transfer-config '{"kv_connector": "KvConnector", "kv_connector_module_path": "kv_connector.vllm",
+                           "kv_role": "kv_producer"}'
+
+and `kv_consumer` on the decode side. The package's README has the whole way from `pip install` to two servers and a proxy.
+"""
+
+from . import versions
+
+versions.check()
+
+from .connector import KvConnector  # noqa: E402  (the check gives a better message than a failed import)
+
+__all__ = ["KvConnector"]

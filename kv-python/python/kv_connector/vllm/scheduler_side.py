@@ -1,0 +1,178 @@
+"""The half in vLLM's scheduler process: policy is the native core's, this is the translation of hooks."""
+
+from typing import Any
+
+from .. import Identity, KvConnectorError, LoadEnded, SchedulerCore, WorkersSilent
+from .log import Limited, log
+from .meta import Handshake, Loading, Reports, StepMeta
+from .metrics import Stats
+from .options import Options
+
+# Ends after which a request's blocks hold its prompt.
+GOOD_ENDS = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+
+
+class SchedulerSide:
+    """One per engine. Every hook answers at once."""
+
+    def __init__(self, options: Options, block_tokens: int) -> None:
+        self._options = options
+        self._block_tokens = block_tokens
+        self._core: SchedulerCore | None = None
+        # What a request is to us, from its arrival to its end.
+        self._roles: dict[str, str] = {}
+        self._local_tokens: dict[str, int] = {}
+        self._meta = StepMeta()
+        self._stats = Stats()
+        self._limited = Limited()
+
+    # ---- start and end
+
+    def publish(self, handshakes: dict[int, Handshake]) -> None:
+        """The workers have registered their caches: consumers can shake hands from now on."""
+        cards = [handshakes[rank].card for rank in sorted(handshakes)]
+        identity = Identity.from_bytes(handshakes[min(handshakes)].identity)
+        self._core = SchedulerCore(self._options.config, identity, cards)
+        log.info(
+            "engine %s, life %s, listens for handshakes at port %d",
+            identity.engine_id,
+            identity.incarnation,
+            self._core.handshake_port,
+        )
+
+    def shut_down(self) -> None:
+        self._core = None
+
+    # ---- requests
+
+    def arrived(self, request: Any) -> None:
+        params = request.kv_transfer_params
+        if not params or self._core is None:
+            return
+        wants = params.get("do_remote_prefill") if isinstance(params, dict) else True
+        serves = params.get("do_remote_decode") if isinstance(params, dict) else True
+        if not (wants or serves):
+            return
+        if (wants and not self._options.consumes) or (serves and not self._options.produces):
+            role = "kv_consumer" if wants else "kv_producer"
+            self._refused(request, f"this engine's kv_role is not {role}")
+            return
+        prompt = request.prompt_token_ids
+        if prompt is None:
+            self._refused(request, "its prompt is not made of tokens")
+            return
+        try:
+            role = self._core.request_arrived(request.request_id, prompt, params)
+        except KvConnectorError as error:
+            self._refused(request, str(error))
+            return
+        if role != "plain":
+            self._roles[request.request_id] = role
+
+    def _refused(self, request: Any, why: str) -> None:
+        self._stats.refused()
+        self._limited.warning("refused", "request %s is computed here: %s", request.request_id, why)
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
+        if self._core is None or self._roles.get(request.request_id) != "consumer":
+            return 0, False
+        tokens = self._core.remote_tokens(request.request_id, computed_tokens)
+        # A request that was preempted may know more tokens than its prompt had; never fewer.
+        tokens = min(tokens, max(0, request.num_tokens - computed_tokens))
+        self._local_tokens[request.request_id] = computed_tokens
+        return tokens, tokens > 0
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        name = request.request_id
+        if self._core is None or self._roles.get(name) != "consumer":
+            return
+        if external_tokens == 0:
+            # All of it is here, or another connector brings it: what was offered is given back. After a load there is
+            # nothing left to give back.
+            self._core.request_declined(name)
+            return
+        groups = tuple(list(group) for group in blocks.get_block_ids())
+        local_tokens = self._local_tokens.get(name, 0)
+        first = local_tokens // self._block_tokens
+        # A last block may be there for tokens that are still to come.
+        count = -(-(local_tokens + external_tokens) // self._block_tokens)
+        loading = Loading(name, tuple(group[first:count] for group in groups))
+        try:
+            load = self._core.blocks_allocated(name, local_tokens, external_tokens, groups)
+        except KvConnectorError as error:
+            load = None
+            self._limited.warning("not begun", "load of request %s cannot begin: %s", name, error)
+            self._core.request_declined(name)
+        if load is None:
+            # vLLM waits for it, so that its end must be told.
+            self._meta.refused.append(loading)
+        else:
+            self._meta.loads[load] = loading
+
+    def finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        name = request.request_id
+        role = self._roles.pop(name, None)
+        self._local_tokens.pop(name, None)
+        if self._core is None or role is None:
+            return False, None
+        if request.status.name in GOOD_ENDS:
+            end = self._core.request_finished(name, request.num_computed_tokens, [list(g) for g in blocks])
+        else:
+            end = self._core.request_aborted(name)
+        if end.lease is None:
+            # Blocks that a load still writes are kept by vLLM itself, until the load's end is reported.
+            return False, end.params
+        self._meta.leases[end.lease] = name
+        return True, end.params
+
+    # ---- steps
+
+    def step(self) -> StepMeta:
+        meta, self._meta = self._meta, StepMeta()
+        if self._core is None:
+            return meta
+        for event in self._core.events():
+            if isinstance(event, LoadEnded):
+                self._ended(event)
+            elif isinstance(event, WorkersSilent):
+                log.error("workers %s have not reported the end of %s", event.missing, event.hold)
+        try:
+            meta.plan = self._core.plan_step()
+        except KvConnectorError as error:
+            # It stays in the core, and goes out with the next step.
+            self._limited.warning("plan", "the plan of a step could not be made: %s", error)
+        return meta
+
+    def _ended(self, event: LoadEnded) -> None:
+        if not event.loaded:
+            self._limited.warning(
+                event.reason,
+                "load of request %s failed: %s (%s); the first %d tokens are good",
+                event.request,
+                event.reason,
+                event.detail,
+                event.valid_tokens,
+            )
+
+    def heard(self, output: Any) -> None:
+        reports = output.kv_connector_worker_meta
+        if self._core is None or not isinstance(reports, Reports):
+            return
+        for report in reports.reports:
+            try:
+                self._core.take_report(report)
+            except KvConnectorError as error:
+                self._limited.warning("report", "a worker's report was refused: %s", error)
+
+    def has_work(self) -> bool:
+        """Whether something must be carried although no request runs."""
+        meta = self._meta
+        waiting = bool(meta.loads or meta.leases or meta.refused)
+        return waiting or (self._core is not None and self._core.has_plan())
+
+    def take_stats(self) -> Stats | None:
+        return self._stats.take()
+
+    def counters(self) -> dict[str, Any]:
+        """The native core's counters; empty before the workers have started."""
+        return self._core.stats() if self._core is not None else {}
