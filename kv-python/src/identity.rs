@@ -4,14 +4,19 @@ use kv_connector::proto::Incarnation;
 use kv_connector::{Config, EngineIdentity};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use serde_json::Value;
 
 use crate::errors::{ConfigError, bad, raised};
 
 /// The configuration from a dict of its fields; what is not there has its default.
 pub(crate) fn config_of(config: Option<&Bound<'_, PyAny>>) -> PyResult<Config> {
-    let config: Config = match config {
+    let config = match config {
         None => Config::default(),
-        Some(given) => pythonize::depythonize(given).map_err(|e| bad("configuration", &e))?,
+        Some(given) => {
+            let given: Value = pythonize::depythonize(given).map_err(|e| bad("configuration", &e))?;
+            // As text, so that an error names the field as it does everywhere else.
+            Config::from_json(&given.to_string()).map_err(|error| raised(&error.into()))?
+        }
     };
     config.check().map_err(|error| raised(&error.into()))?;
     Ok(config)

@@ -60,7 +60,9 @@ impl SchedulerCore {
         let finished = self.call(py, |inner| Ok(inner.request_finished(&request, end)))?;
         let (hold, lease) = match finished.verdict {
             Verdict::Free => (None, None),
-            Verdict::Hold(hold @ kv_connector::HoldId::Lease(lease)) => (Some(hold_name(hold)), Some(lease.0)),
+            Verdict::Hold(hold @ kv_connector::HoldId::Lease(lease)) => {
+                (Some(hold_name(hold)), Some(lease.0))
+            }
             Verdict::Hold(hold) => (Some(hold_name(hold)), None),
         };
         let params = match finished.params {
