@@ -185,7 +185,7 @@ fn message() -> impl Strategy<Value = WorkerMessage> {
     ]
 }
 
-fn remote_prefill() -> impl Strategy<Value = RemotePrefill> {
+fn one_offer() -> impl Strategy<Value = RemotePrefill> {
     let ids = |count: usize| vec(0..u32::MAX, count).prop_map(|ids| ids.into_iter().map(BlockId).collect());
     let blocks = (0u32..200, 1u32..=64).prop_flat_map(move |(tokens, block_tokens)| {
         let count = tokens.div_ceil(block_tokens) as usize;
@@ -201,7 +201,12 @@ fn remote_prefill() -> impl Strategy<Value = RemotePrefill> {
             (engine, request, host, port, ranks),
             (life, lease, digest, other),
         )| {
-            let ours = |key: &str| key.starts_with("remote_") || key.starts_with("do_") || key == "tp_size";
+            let ours = |key: &str| {
+                key.starts_with("remote_")
+                    || key.starts_with("do_")
+                    || key == "tp_size"
+                    || key == "alternatives"
+            };
             RemotePrefill {
                 engine,
                 request: RequestId::new(request).unwrap(),
@@ -214,10 +219,21 @@ fn remote_prefill() -> impl Strategy<Value = RemotePrefill> {
                 incarnation: life,
                 lease: (tokens > 0).then_some(LeaseId(lease)),
                 token_digest: digest,
+                alternatives: vec![],
                 other: other.into_iter().filter(|(key, _)| !ours(key) && key != EXTRA_KEY).collect(),
             }
         },
     )
+}
+
+fn remote_prefill() -> impl Strategy<Value = RemotePrefill> {
+    (one_offer(), vec(one_offer(), 0..3))
+        .prop_map(|(first, alternatives)| RemotePrefill { alternatives, ..first })
+}
+
+fn without_others_keys(offer: RemotePrefill) -> RemotePrefill {
+    let alternatives = offer.alternatives.into_iter().map(without_others_keys).collect();
+    RemotePrefill { other: Map::new(), alternatives, ..offer }
 }
 
 fn json_value() -> impl Strategy<Value = Value> {
@@ -350,7 +366,7 @@ proptest! {
             return Err(TestCaseError::fail("the text was refused"));
         };
         let TransferParams::RemotePrefill(written) = params else { unreachable!() };
-        prop_assert_eq!(RemotePrefill { other: Map::new(), ..*read }, RemotePrefill { other: Map::new(), ..*written });
+        prop_assert_eq!(without_others_keys(*read), without_others_keys(*written));
     }
 
     #[test]
