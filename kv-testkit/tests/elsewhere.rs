@@ -9,6 +9,7 @@ use std::time::Instant;
 use common::gate::Mode;
 use common::pair::engine;
 use common::{LIMIT, Rig, ask_with, prompt, reference, settings, tiny};
+use kv_connector::proto::ReleaseReason;
 use kv_connector::recovery::Policy;
 use kv_connector::{Config, ProducerStats};
 use kv_testkit::engine::core::{CoreSettings, Recovered};
@@ -132,11 +133,15 @@ fn policies_without_a_retry_give_the_others_back_when_a_load_has_failed() {
         let prompt = prompt(0, 50);
         let params = three.prefill("r", &prompt);
         let number = three.answer("r", &prompt, params);
-        if policy == Policy::Recompute {
+        let reason = if policy == Policy::Recompute {
             assert_eq!(three.d.tokens(number), reference(&tiny(), &prompt, 6));
+            // At once: an answer may take long.
+            ReleaseReason::NotNeeded
         } else {
             assert!(three.d.failed(number).is_some());
-        }
+            ReleaseReason::Aborted
+        };
+        assert_eq!(three.d.scheduler().stats().consumer.released, [(reason, 1)].into(), "{policy:?}");
         let second = three.settle();
         assert_eq!((second.released, second.confirmed, second.expired), (1, 0, 0), "{policy:?}");
         assert_eq!((three.recovered().retried_elsewhere, three.d.scheduler().stats().consumer.loads), (0, 1));
