@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::proc::{children, is_alive};
 use common::{LIMIT, Server, block_on, my_turn, prompt, reference, tokens};
 use serde_json::{Value, json};
 
@@ -38,15 +39,23 @@ fn p8_a_prefill_engine_that_is_killed_costs_nothing_when_another_has_computed_th
         let ask = router.ask("r1", &struck, 6, &Value::Null);
         let strike = async {
             while gate(&router, None).await["waiting"] != 1 {}
+            let workers = children(first.child.id());
             first.child.kill().unwrap();
             first.child.wait().unwrap();
+            // They notice, and end by themselves; until then they could be read from.
+            while workers.iter().any(|pid| is_alive(*pid)) {}
             gate(&router, Some(json!({ "shut": false }))).await;
         };
         let ((status, answer), ()) = tokio::join!(ask, strike);
         assert_eq!((status, tokens(&answer)), (200, reference(&struck, 6)), "{answer}");
-        let leases = second.settled().await["connector"]["leases"].clone();
-        assert_eq!((&leases["released"], &leases["confirmed"]), (&json!(1), &json!(1)));
         let stats = d.settled().await;
+        let leases = second.settled().await["connector"]["leases"].clone();
+        assert_eq!(
+            (&leases["released"], &leases["confirmed"]),
+            (&json!(1), &json!(1)),
+            "{stats}\n{}",
+            d.said()
+        );
         assert_eq!(stats["recovered"]["retried_elsewhere"], 1, "{stats}");
         assert_eq!(stats["recovered"]["tokens_recomputed"], 0, "{stats}");
 

@@ -85,8 +85,9 @@ pub enum LoadResult {
         /// the request must let go of them, and they come back with [`SchedEvent::BlocksReleased`].
         hold: Option<HoldId>,
         /// Producers whose offers the request still holds, the next one first. If there are any, the request is queued
-        /// again: the engine asks [`Scheduler::remote_tokens`](crate::Scheduler::remote_tokens) and allocates as for the
-        /// first load, or declines. A drain may have ended them by the time that this is read. An engine that does neither keeps them until the queue's limit or the request's end.
+        /// again: the engine asks [`Scheduler::remote_tokens`](crate::Scheduler::remote_tokens) and allocates as for
+        /// the first load, or declines. An engine that does neither keeps them until the queue's limit or the request's
+        /// end. A drain may have ended them by the time that this is read; then the answer is zero tokens.
         others: Vec<PeerLocator>,
     },
 }
