@@ -27,11 +27,11 @@ fn ended(world: &World) -> usize {
 }
 
 fn last_end(world: &World) -> &LoadResult {
-    let ends = world[D].log.iter().filter_map(|event| match event {
+    let mut ends = world[D].log.iter().filter_map(|event| match event {
         SchedEvent::LoadEnded { result, .. } => Some(result),
         _ => None,
     });
-    ends.last().unwrap()
+    ends.next_back().unwrap()
 }
 
 // H-22, H-29

@@ -181,27 +181,23 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
     routes.decode(&id, body, params, abort_wish(&headers) == Some("before-schedule")).await
 }
 
-/// The parameters for D of what two prefill engines answered: those of the first, with the second's beside them. One
-/// that has not answered, or hands nothing over, is left out.
-fn merge(first: Result<Value, Response>, second: Result<Value, Response>) -> Result<Value, Response> {
-    match (first, second) {
-        (Ok(mut first @ Value::Object(_)), Ok(second @ Value::Object(_))) => {
-            first["alternatives"] = json!([second]);
-            Ok(first)
-        }
-        (Ok(Value::Null) | Err(_), Ok(second @ Value::Object(_))) => Ok(second),
-        (first, _) => first,
-    }
-}
-
 impl Routes {
+    /// The parameters for D of what one or two prefill engines answered: those of the first, with the second's beside
+    /// them. One that has not answered, or hands nothing over, is left out.
     async fn prefills(&self, id: &HeaderValue, body: &Value) -> Result<Value, Response> {
         match &self.second_prefill {
             None => self.prefill(&self.prefill, id, body).await,
             Some(second) => {
                 let (first, second) =
                     tokio::join!(self.prefill(&self.prefill, id, body), self.prefill(second, id, body));
-                merge(first, second)
+                match (first, second) {
+                    (Ok(mut first @ Value::Object(_)), Ok(second @ Value::Object(_))) => {
+                        first["alternatives"] = json!([second]);
+                        Ok(first)
+                    }
+                    (Ok(Value::Null) | Err(_), Ok(second @ Value::Object(_))) => Ok(second),
+                    (first, _) => first,
+                }
             }
         }
     }
