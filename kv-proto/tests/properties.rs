@@ -231,9 +231,10 @@ fn remote_prefill() -> impl Strategy<Value = RemotePrefill> {
         .prop_map(|(first, alternatives)| RemotePrefill { alternatives, ..first })
 }
 
-fn without_others_keys(offer: RemotePrefill) -> RemotePrefill {
-    let alternatives = offer.alternatives.into_iter().map(without_others_keys).collect();
-    RemotePrefill { other: Map::new(), alternatives, ..offer }
+fn without_others_keys(mut offer: RemotePrefill) -> RemotePrefill {
+    offer.other.clear();
+    offer.alternatives.iter_mut().for_each(|other| other.other.clear());
+    offer
 }
 
 fn json_value() -> impl Strategy<Value = Value> {
@@ -357,16 +358,15 @@ proptest! {
 
     #[test]
     fn parameters_survive_also_as_text(remote in remote_prefill()) {
-        let params = TransferParams::RemotePrefill(Box::new(remote));
+        let params = TransferParams::RemotePrefill(Box::new(remote.clone()));
         let value = params.to_json();
-        prop_assert_eq!(TransferParams::parse(&value), Ok(Some(params.clone())));
+        prop_assert_eq!(TransferParams::parse(&value), Ok(Some(params)));
         // A router parses and prints; floating-point numbers of other keys may lose their last digit there.
         let text: Value = serde_json::from_str(&value.to_string()).unwrap();
         let Ok(Some(TransferParams::RemotePrefill(read))) = TransferParams::parse(&text) else {
             return Err(TestCaseError::fail("the text was refused"));
         };
-        let TransferParams::RemotePrefill(written) = params else { unreachable!() };
-        prop_assert_eq!(without_others_keys(*read), without_others_keys(*written));
+        prop_assert_eq!(without_others_keys(*read), without_others_keys(remote));
     }
 
     #[test]
