@@ -201,12 +201,9 @@ fn one_offer() -> impl Strategy<Value = RemotePrefill> {
             (engine, request, host, port, ranks),
             (life, lease, digest, other),
         )| {
-            let ours = |key: &str| {
-                key.starts_with("remote_")
-                    || key.starts_with("do_")
-                    || key == "tp_size"
-                    || key == "alternatives"
-            };
+            let names = ["tp_size", "alternatives", EXTRA_KEY];
+            let ours =
+                |key: &str| ["remote_", "do_"].iter().any(|p| key.starts_with(p)) || names.contains(&key);
             RemotePrefill {
                 engine,
                 request: RequestId::new(request).unwrap(),
@@ -220,7 +217,7 @@ fn one_offer() -> impl Strategy<Value = RemotePrefill> {
                 lease: (tokens > 0).then_some(LeaseId(lease)),
                 token_digest: digest,
                 alternatives: vec![],
-                other: other.into_iter().filter(|(key, _)| !ours(key) && key != EXTRA_KEY).collect(),
+                other: other.into_iter().filter(|(key, _)| !ours(key)).collect(),
             }
         },
     )
