@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use kv_handshake::{Listener, ListenerConfig, ListenerStats};
 use kv_proto::handshake::{EngineCard, WorkerCard};
-use kv_proto::{BlockList, Moment, Report, RequestId, TransferParams};
+use kv_proto::{BlockList, Moment, PeerLocator, RemotePrefill, Report, RequestId, TransferParams};
 use kv_sched::{
     ConsumerStats, ProducerStats, Remaining, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler, Verdict,
 };
@@ -109,14 +109,22 @@ impl SchedulerConnector {
     /// A request arrived, before it is queued. `params` is what came with it as `kv_transfer_params`.
     ///
     /// An error costs this request alone; the engine answers it with the error's text, or computes the request by
-    /// itself. An offer that could be located is given back to its producer.
+    /// itself. Offers that could be located are given back to their producers.
     pub fn request_arrived(
         &mut self,
         request: &RequestId,
         prompt: &[u32],
         params: Option<&Value>,
     ) -> Result<Role, ConnectorError> {
-        let params = params.map(TransferParams::parse).transpose()?.flatten();
+        let params = match params.map(TransferParams::parse).transpose() {
+            Ok(params) => params.flatten(),
+            Err(error) => {
+                // One of several offers cannot be read; the producers of the others wait all the same.
+                let offers = params.map(RemotePrefill::readable).unwrap_or_default();
+                self.scheduler.offers_refused(&offers);
+                return Err(error.into());
+            }
+        };
         let now = self.now();
         Ok(self.scheduler.request_arrived(now, request, prompt, params.as_ref())?)
     }
@@ -125,6 +133,22 @@ impl SchedulerConnector {
     /// [`Scheduler::remote_tokens`].
     pub fn remote_tokens(&self, request: &RequestId, local_tokens: u32) -> u32 {
         self.scheduler.remote_tokens(request, local_tokens)
+    }
+
+    /// The producers from which a request can be loaded, the next one first; see [`Scheduler::sources`]. After a load
+    /// that failed they are those that [`LoadResult::Failed`](kv_sched::LoadResult::Failed) names as `others`.
+    pub fn sources(&self, request: &RequestId) -> Vec<PeerLocator> {
+        self.scheduler.sources(request)
+    }
+
+    /// Makes the n-th of [`SchedulerConnector::sources`] the next one; see [`Scheduler::use_source`].
+    ///
+    /// After a failed load an engine that wants another producer calls this (for the first it need not), asks
+    /// [`SchedulerConnector::remote_tokens`] with the full blocks that are valid, allocates what is missing, and calls
+    /// [`SchedulerConnector::blocks_allocated`] as for a first load. One that would rather compute calls
+    /// [`SchedulerConnector::request_declined`].
+    pub fn use_source(&mut self, request: &RequestId, n: usize) -> Result<(), ConnectorError> {
+        Ok(self.scheduler.use_source(request, n)?)
     }
 
     /// The engine allocated the request's blocks; see [`Scheduler::blocks_allocated`].
@@ -151,7 +175,7 @@ impl SchedulerConnector {
         Finished { verdict: finish.verdict, params }
     }
 
-    /// The engine will compute the prompt although an offer came with it; see [`Scheduler::request_declined`].
+    /// The engine will compute the prompt although offers came with it, or what is left of it; see [`Scheduler::request_declined`].
     pub fn request_declined(&mut self, request: &RequestId) {
         self.scheduler.request_declined(request);
     }

@@ -58,7 +58,7 @@ fn a_wrong_byte_that_the_transport_does_not_notice_passes_without_checksums() {
 fn p8_with_checksums_a_wrong_byte_fails_the_load_and_what_is_before_it_is_kept() {
     for ranks in [1, 2] {
         let (mut world, result) = spoilt(ranks, true);
-        let LoadResult::Failed { reason, detail, invalid, hold: None, valid_tokens } = result else {
+        let LoadResult::Failed { reason, detail, invalid, hold: None, valid_tokens, .. } = result else {
             panic!("{result:?}")
         };
         assert_eq!(reason, LoadFailure::Corrupt, "{detail}");

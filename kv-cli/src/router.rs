@@ -1,7 +1,9 @@
 //! `kvx route`: the router between a prefill and a decode engine, as small as such a router can be.
 //!
 //! A request goes to P with `max_tokens` 1, then, with the parameters that P answered, to D, whose answer is passed
-//! on. The router keeps nothing and proves nothing: if it dies in between, P's lease ends by itself.
+//! on. The router keeps nothing and proves nothing: if it dies in between, P's lease ends by itself. With a second
+//! prefill engine both compute the prompt at the same time, and D is told of both: it reads from the first, and from
+//! the second if that fails.
 
 mod resend;
 
@@ -34,6 +36,9 @@ pub(crate) struct RouteArgs {
     /// Base URL of the prefill engine.
     #[arg(long)]
     prefill: String,
+    /// Base URL of another prefill engine, which computes every prompt as well.
+    #[arg(long, value_name = "URL")]
+    second_prefill: Option<String>,
     /// Base URL of the decode engine.
     #[arg(long)]
     decode: String,
@@ -58,6 +63,7 @@ pub(crate) const CLIENT_GONE: u16 = 499;
 struct Routes {
     client: reqwest::Client,
     prefill: String,
+    second_prefill: Option<String>,
     decode: String,
     resend_for: Duration,
     gate: Arc<Gate>,
@@ -106,6 +112,7 @@ pub(crate) fn run(args: &RouteArgs) -> Result<(), Failure> {
             .build()
             .map_err(|e| Failure::new("make an HTTP client", e))?,
         prefill: format!("{}/v1/completions", args.prefill),
+        second_prefill: args.second_prefill.as_ref().map(|url| format!("{url}/v1/completions")),
         decode: format!("{}/v1/completions", args.decode),
         resend_for: Duration::from_secs(args.resend_for),
         gate: Arc::new(Gate { shut: watch::channel(false).0, waiting: AtomicUsize::new(0) }),
@@ -152,19 +159,20 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
         Some(id) => id.clone(),
         None => return refuse(400, "x-request-id is missing"),
     };
-    let mut params = match routes.prefill(&id, &body).await {
+    let mut params = match routes.prefills(&id, &body).await {
         Ok(params) => params,
         Err(refusal) => return refusal,
     };
     if abort_wish(&headers) == Some("after-finish") {
         // The client is gone: P is told so, as servers tell, although the request has left it; D is never asked.
-        let url = routes.prefill.replace("/v1/completions", "/abort");
         let name = String::from_utf8_lossy(id.as_bytes());
-        let told = routes.client.post(url).json(&json!({ "request_id": name })).send().await;
-        return match told {
-            Ok(_) => refuse(CLIENT_GONE, "the client went away after the prefill"),
-            Err(error) => refuse(NOT_PREFILLED, error),
-        };
+        for url in [Some(&routes.prefill), routes.second_prefill.as_ref()].into_iter().flatten() {
+            let url = url.replace("/v1/completions", "/abort");
+            if let Err(error) = routes.client.post(url).json(&json!({ "request_id": name })).send().await {
+                return refuse(NOT_PREFILLED, error);
+            }
+        }
+        return refuse(CLIENT_GONE, "the client went away after the prefill");
     }
     if let Some(port) = headers.get(PORT_HEADER).and_then(|v| v.to_str().ok()?.parse::<u16>().ok()) {
         params["remote_port"] = json!(port);
@@ -174,7 +182,27 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
 }
 
 impl Routes {
-    async fn prefill(&self, id: &HeaderValue, body: &Value) -> Result<Value, Response> {
+    /// The parameters for D of what one or two prefill engines answered: those of the first, with the second's beside
+    /// them. One that has not answered, or hands nothing over, is left out.
+    async fn prefills(&self, id: &HeaderValue, body: &Value) -> Result<Value, Response> {
+        match &self.second_prefill {
+            None => self.prefill(&self.prefill, id, body).await,
+            Some(second) => {
+                let (first, second) =
+                    tokio::join!(self.prefill(&self.prefill, id, body), self.prefill(second, id, body));
+                match (first, second) {
+                    (Ok(mut first @ Value::Object(_)), Ok(second @ Value::Object(_))) => {
+                        first["alternatives"] = json!([second]);
+                        Ok(first)
+                    }
+                    (Ok(Value::Null) | Err(_), Ok(second @ Value::Object(_))) => Ok(second),
+                    (first, _) => first,
+                }
+            }
+        }
+    }
+
+    async fn prefill(&self, url: &str, id: &HeaderValue, body: &Value) -> Result<Value, Response> {
         let mut ask = body.clone();
         ask["max_tokens"] = json!(1);
         ask["stream"] = json!(false);
@@ -189,7 +217,7 @@ impl Routes {
         let failed = |why: String| refuse(NOT_PREFILLED, format!("prefill: {why}"));
         let answer = self
             .client
-            .post(&self.prefill)
+            .post(url)
             .header("x-request-id", id)
             .json(&ask)
             .send()

@@ -33,6 +33,16 @@ pub enum SchedError {
         /// Tokens offered.
         offered: u32,
     },
+    /// A producer that is not among those of the request.
+    #[error("request {request}: producer {asked} of {held} asked for, counted from 0")]
+    NoSuchSource {
+        /// The request.
+        request: RequestId,
+        /// The place asked for.
+        asked: usize,
+        /// Producers whose offers the request holds and does not read.
+        held: usize,
+    },
     /// What is here already does not end at a block's end.
     #[error(
         "request {request}: {local_tokens} local tokens are not a multiple of the block's {block_tokens}"

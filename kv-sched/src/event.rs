@@ -1,6 +1,8 @@
 //! What the hooks return and what the engine is told.
 
-use kv_proto::{BlockList, LeaseId, LoadFailure, LoadId, LoadStats, Rank, RemotePrefill, RequestId};
+use kv_proto::{
+    BlockList, LeaseId, LoadFailure, LoadId, LoadStats, PeerLocator, Rank, RemotePrefill, RequestId,
+};
 
 /// What a request is to the scheduler half.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,6 +84,11 @@ pub enum LoadResult {
         /// `None`: the invalid blocks are quiet and stay the request's. `Some`: somebody may still write them;
         /// the request must let go of them, and they come back with [`SchedEvent::BlocksReleased`].
         hold: Option<HoldId>,
+        /// Producers whose offers the request still holds, the next one first. If there are any, the request is queued
+        /// again: the engine asks [`Scheduler::remote_tokens`](crate::Scheduler::remote_tokens) and allocates as for
+        /// the first load, or declines. An engine that does neither keeps them until the queue's limit or the request's
+        /// end. A drain may have ended them by the time that this is read; then the answer is zero tokens.
+        others: Vec<PeerLocator>,
     },
 }
 

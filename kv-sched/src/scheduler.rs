@@ -1,7 +1,8 @@
 //! The scheduler half as an engine calls it: both policies, one plan.
 
 use kv_proto::{
-    BlockList, Moment, Plan, ReleaseReason, RemotePrefill, Report, RequestId, TransferParams, token_digest,
+    BlockList, Moment, PeerLocator, Plan, ReleaseReason, RemotePrefill, Report, RequestId, TransferParams,
+    token_digest,
 };
 
 use crate::config::{SchedConfig, SchedConfigError};
@@ -58,8 +59,9 @@ impl Scheduler {
 
     /// A request arrived, before it is queued. `prompt` is its token ids.
     ///
-    /// An error costs this request alone. If the request brought an offer that could be located, the offer is
-    /// given back to its producer by the next plan, so that no block waits for a reader that will not come.
+    /// An error costs this request alone. If the request brought offers that could be located, they are given back to
+    /// their producers by the next plan, so that no block waits for a reader that will not come. One offer that does
+    /// not fit refuses the request, also if it is not the first.
     pub fn request_arrived(
         &mut self,
         now: Moment,
@@ -77,7 +79,11 @@ impl Scheduler {
                 Ok(Role::Producer)
             }
             TransferParams::RemotePrefill(remote) => {
-                match self.admit(request, prompt).and_then(|tokens| self.fits(remote, prompt, tokens)) {
+                let fit = |tokens| {
+                    let mut offers = std::iter::once(&**remote).chain(&remote.alternatives);
+                    offers.try_for_each(|offer| self.fits(offer, prompt, tokens))
+                };
+                match self.admit(request, prompt).and_then(fit) {
                     Ok(()) => {
                         let remote = RemotePrefill::clone(remote);
                         let orders = &mut self.plan.consumer;
@@ -94,6 +100,14 @@ impl Scheduler {
                     }
                 }
             }
+        }
+    }
+
+    /// A request was refused before it was shown here, for its parameters could not be read as a whole; these are the
+    /// offers that could. They are given back.
+    pub fn offers_refused(&mut self, offers: &[RemotePrefill]) {
+        for offer in offers {
+            self.consumer.refused(offer, ReleaseReason::Refused, &mut self.plan.consumer);
         }
     }
 
@@ -142,6 +156,19 @@ impl Scheduler {
         self.consumer.remote_tokens(&self.config, request, local_tokens)
     }
 
+    /// The producers from which a request that waits for blocks can be loaded, the next one first: those of its
+    /// offers that are neither read nor given back. Empty while it loads.
+    pub fn sources(&self, request: &RequestId) -> Vec<PeerLocator> {
+        self.consumer.sources(request)
+    }
+
+    /// Makes the n-th of [`Scheduler::sources`] the next one; the others stay behind it in their order. From then on
+    /// [`Scheduler::remote_tokens`] answers for it. To be called before the load begins, the first or a further one, by
+    /// an engine that knows better than the router, such as by a circuit breaker. Prolongs no wait.
+    pub fn use_source(&mut self, request: &RequestId, n: usize) -> Result<(), SchedError> {
+        self.consumer.use_source(request, n)
+    }
+
     /// The engine allocated the request's blocks (by group, from the start of the sequence). With
     /// `remote_tokens > 0` the load begins with the next plan, and the request must wait for its
     /// [`SchedEvent::LoadEnded`]. With zero the request goes on at once, and an unused offer is given back.
@@ -163,7 +190,8 @@ impl Scheduler {
     }
 
     /// The engine will compute the prompt although an offer came with it, for a reason of its own: its producer is known
-    /// to fail, or the way there is too slow. The offer is given back; from now on nothing remote is left.
+    /// to fail, or the way there is too slow. All its offers are given back; from now on nothing remote is left. While
+    /// it loads, the load goes on and is the last.
     pub fn request_declined(&mut self, request: &RequestId) {
         self.consumer.declined(request, &mut self.plan.consumer);
     }
@@ -186,7 +214,7 @@ impl Scheduler {
 
     /// A request lost its blocks and will be scheduled anew: it was preempted, or its cache was reset. Not its end.
     ///
-    /// One that loads goes on without its remote source; its blocks must be kept as long as the verdict says, since
+    /// One that loads goes on without its remote sources, tried or not; its blocks must be kept as long as the verdict says, since
     /// the transport may still write them, and no [`SchedEvent::LoadEnded`] comes. One that computes for somebody
     /// else needs nothing: what is handed over is what its end names.
     pub fn request_preempted(&mut self, now: Moment, request: &RequestId) -> Verdict {
@@ -292,7 +320,8 @@ impl Scheduler {
             self.producer.lease_ended(&self.config, report.rank, lease, end, &mut self.events);
         }
         for (load, end) in report.loads {
-            self.consumer.load_ended(&self.config, report.rank, load, end, &mut self.events);
+            let (of, orders) = ((report.rank, load), &mut self.plan.consumer);
+            self.consumer.load_ended(now, &self.config, of, end, orders, &mut self.events);
         }
         self.time_passed(now);
     }

@@ -15,7 +15,14 @@ fn ended(result: LoadResult) -> SchedEvent {
 /// A failure of the load of 8 tokens that [`start_load`] began.
 fn failure(reason: LoadFailure, detail: &str, hold: Option<HoldId>) -> SchedEvent {
     let detail = detail.to_owned();
-    ended(LoadResult::Failed { reason, detail, invalid: vec![run(40, 2)], valid_tokens: 0, hold })
+    ended(LoadResult::Failed {
+        reason,
+        detail,
+        invalid: vec![run(40, 2)],
+        valid_tokens: 0,
+        hold,
+        others: vec![],
+    })
 }
 
 fn silent(missing: &[u32]) -> SchedEvent {
@@ -110,8 +117,14 @@ fn p8_a_verified_prefix_stays_valid() {
     s.take_report(at(1), load_report(0, 1, failed(LoadFailure::ReadFailed)));
     let detail = "read_failed".to_owned();
     let invalid = vec![list(&[41])];
-    let result =
-        LoadResult::Failed { reason: LoadFailure::ReadFailed, detail, invalid, valid_tokens: 4, hold: None };
+    let result = LoadResult::Failed {
+        reason: LoadFailure::ReadFailed,
+        detail,
+        invalid,
+        valid_tokens: 4,
+        hold: None,
+        others: vec![],
+    };
     assert_eq!(s.take_events(), [ended(result)]);
 }
 

@@ -38,6 +38,7 @@ fn offered(tokens: u32, blocks: kv_proto::BlockList) -> RemotePrefill {
         incarnation: ours(),
         lease: Some(L1),
         token_digest: token_digest(&prompt(tokens)),
+        alternatives: vec![],
         other: serde_json::Map::new(),
     }
 }

@@ -7,7 +7,7 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 
 use common::*;
-use kv_proto::{ConsumerOrder, LeaseId, LoadStats, PullEnd};
+use kv_proto::{ConsumerOrder, LeaseId, LeaseRef, LoadStats, PullEnd};
 use kv_proto::{LeaseEnd, LoadFailure, LoadId, ProducerOrder, RemotePrefill, RequestId};
 use kv_sched::{HoldId, LoadResult, RequestEnd, SchedError, SchedEvent, Scheduler, Verdict};
 use proptest::prelude::*;
@@ -17,7 +17,9 @@ const RANKS: u32 = 2;
 #[derive(Debug, Clone)]
 enum Call {
     Arrive { name: u8, tokens: u32 },
-    Offer { name: u8, lease: u64, tokens: u32, wrong: u8 },
+    Offer { name: u8, lease: u64, tokens: u32, wrong: u8, others: Vec<(u64, u32)> },
+    UseSource { name: u8, n: usize },
+    Decline { name: u8 },
     Allocate { name: u8, local: u32, as_offered: bool, blocks: u32 },
     Finish { name: u8, aborted: bool },
     Lease { rank: u32, lease: u64, end: u8 },
@@ -34,8 +36,10 @@ fn call() -> impl Strategy<Value = Call> {
     let ranks = 0..RANKS + 1;
     prop_oneof![
         2 => (name.clone(), 0..10u32).prop_map(|(name, tokens)| Call::Arrive { name, tokens }),
-        4 => (name.clone(), 1..3u64, 0..10u32, 0..8u8)
-            .prop_map(|(name, lease, tokens, wrong)| Call::Offer { name, lease, tokens, wrong }),
+        4 => (name.clone(), 1..3u64, 0..10u32, 0..8u8, prop::collection::vec((1..4u64, 0..10u32), 0..3))
+            .prop_map(|(name, lease, tokens, wrong, others)| Call::Offer { name, lease, tokens, wrong, others }),
+        1 => (name.clone(), 0..3usize).prop_map(|(name, n)| Call::UseSource { name, n }),
+        1 => name.clone().prop_map(|name| Call::Decline { name }),
         5 => (name.clone(), 0..3u32, prop::bool::weighted(0.9), 1..4u32)
             .prop_map(|(name, local, as_offered, blocks)| Call::Allocate { name, local, as_offered, blocks }),
         3 => (name.clone(), any::<bool>()).prop_map(|(name, aborted)| Call::Finish { name, aborted }),
@@ -65,6 +69,8 @@ struct World {
     reported: BTreeMap<HoldId, BTreeSet<u32>>,
     granted: BTreeSet<LeaseId>,
     ordered: BTreeSet<LoadId>,
+    /// Requests that live by a lease, as the workers count them.
+    living: BTreeMap<LeaseRef, u32>,
 }
 
 impl World {
@@ -77,6 +83,21 @@ impl World {
             reported: BTreeMap::new(),
             granted: BTreeSet::new(),
             ordered: BTreeSet::new(),
+            living: BTreeMap::new(),
+        }
+    }
+
+    /// Each offer that is tracked is read or given back, once.
+    fn carry(&mut self, orders: &[ConsumerOrder]) {
+        for order in orders {
+            match order {
+                ConsumerOrder::Track { lease, .. } => *self.living.entry(*lease).or_default() += 1,
+                ConsumerOrder::Load { lease, .. } | ConsumerOrder::Release { lease, .. } => {
+                    let count = self.living.get_mut(lease).filter(|count| **count > 0);
+                    *count.expect("read or given back once") -= 1;
+                }
+                _ => {}
+            }
         }
     }
 
@@ -87,6 +108,7 @@ impl World {
                 assert!(self.granted.insert(lease), "granted once");
             }
         }
+        self.carry(&plan.consumer);
         for order in plan.consumer {
             if let ConsumerOrder::Load { load, .. } = order {
                 assert!(self.ordered.insert(load), "ordered once");
@@ -104,7 +126,10 @@ impl World {
                 SchedEvent::LoadEnded { request, result } => {
                     let load = self.loading.remove(&request).expect("somebody waits for it");
                     match result {
-                        LoadResult::Failed { hold: Some(hold), .. } => {
+                        LoadResult::Failed { hold: Some(hold), others, .. } => {
+                            let left = self.s.sources(&request);
+                            // A drain's limit may have come at the same time, and ended them.
+                            assert!(left.is_empty() || others == left);
                             assert_eq!(hold, HoldId::Load(load));
                             assert!(!self.complete(hold));
                             self.held.insert(hold);
@@ -157,8 +182,10 @@ impl World {
                     assert_eq!(format!("{:?}", self.s), before);
                 }
             }
-            Call::Offer { name: n, lease, tokens, wrong } => {
+            Call::Offer { name: n, lease, tokens, wrong, others } => {
                 let mut offer = offer(lease, tokens);
+                offer.alternatives =
+                    others.iter().map(|(lease, tokens)| other_offer(*lease, *tokens)).collect();
                 match wrong {
                     0 => offer.block_tokens = 8,
                     1 => offer.token_digest = "other".to_owned(),
@@ -178,6 +205,7 @@ impl World {
                 match self.s.blocks_allocated(now, &name(n), local, asked, &[run(30, blocks)]) {
                     Ok(()) if asked > 0 => {
                         let orders = self.s.plan_step(now).consumer;
+                        self.carry(&orders);
                         let load = orders.iter().find_map(|order| match order {
                             ConsumerOrder::Load { load, groups, .. } => {
                                 assert_eq!(groups[0].remote.len(), groups[0].local.len());
@@ -194,6 +222,20 @@ impl World {
                     Ok(()) => {}
                     Err(_) => assert_eq!(format!("{:?}", self.s), before, "a refused call changes nothing"),
                 }
+            }
+            Call::UseSource { name: n, n: source } => {
+                let (before, sources) = (format!("{:?}", self.s), self.s.sources(&name(n)));
+                match self.s.use_source(&name(n), source) {
+                    Ok(()) => assert_eq!(self.s.sources(&name(n))[0], sources[source]),
+                    Err(_) => {
+                        assert!(source >= sources.len());
+                        assert_eq!(format!("{:?}", self.s), before);
+                    }
+                }
+            }
+            Call::Decline { name: n } => {
+                self.s.request_declined(&name(n));
+                assert_eq!(self.s.remote_tokens(&name(n), 0), 0);
             }
             Call::Finish { name: n, aborted } => {
                 let end = if aborted { RequestEnd::Aborted } else { complete(8, &[run(8, 2)]) };
@@ -249,6 +291,7 @@ impl World {
         }
         self.take_plan();
         assert_eq!(self.held, BTreeSet::new());
+        assert!(self.living.values().all(|count| *count == 0), "{:?}", self.living);
         assert_forgotten(&self.s);
     }
 }

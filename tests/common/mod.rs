@@ -520,7 +520,7 @@ impl World {
     /// The load fails, its blocks are quiet and named, and no other byte has changed.
     pub fn expect_failed(&mut self, d: usize, name: &str) -> (LoadFailure, String) {
         match self.load_end(d, name) {
-            LoadResult::Failed { reason, detail, invalid, hold, valid_tokens: 0 } => {
+            LoadResult::Failed { reason, detail, invalid, hold, valid_tokens: 0, .. } => {
                 assert_eq!(hold, None, "{name}: {detail}");
                 let blocks: Vec<u32> = invalid.iter().flat_map(BlockList::iter).map(|b| b.0).collect();
                 assert!(!blocks.is_empty());

@@ -77,7 +77,16 @@ pub(crate) struct Server {
 impl Server {
     /// `kvx serve` with these arguments, ready.
     pub(crate) fn start(arguments: &[&str]) -> Self {
-        let mut child = kvx(&[&["serve", "--with-parent"], arguments].concat());
+        Self::run("serve", arguments)
+    }
+
+    /// `kvx route` with these arguments, ready.
+    pub(crate) fn route(arguments: &[&str]) -> Self {
+        Self::run("route", arguments)
+    }
+
+    fn run(command: &str, arguments: &[&str]) -> Self {
+        let mut child = kvx(&[&[command, "--with-parent"], arguments].concat());
         let stdin = child.stdin.take();
         let said = Arc::new(Mutex::new(String::new()));
         let (mut err, hears) = (child.stderr.take().unwrap(), said.clone());

@@ -254,6 +254,7 @@ pub(crate) fn remote_prefill() -> RemotePrefill {
         incarnation: LIFE,
         lease: Some(LeaseId(3)),
         token_digest: token_digest(&[1, 2, 3]),
+        alternatives: vec![],
         other,
     }
 }

@@ -199,6 +199,7 @@ impl Producer {
             incarnation: config.incarnation,
             lease,
             token_digest,
+            alternatives: Vec::new(),
             other,
         }
     }

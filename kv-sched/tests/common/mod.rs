@@ -97,8 +97,31 @@ pub(crate) fn offer(lease: u64, tokens: u32) -> RemotePrefill {
         incarnation: theirs(),
         lease: (tokens > 0).then_some(LeaseId(lease)),
         token_digest: token_digest(&prompt(tokens)),
+        alternatives: vec![],
         other: serde_json::Map::new(),
     }
+}
+
+/// The life and the place of another producer.
+pub(crate) fn other_peer() -> PeerLocator {
+    PeerLocator {
+        engine: EngineId::new("another").unwrap(),
+        incarnation: Incarnation::from_random(0xc),
+        host: "10.0.0.3".to_owned(),
+        port: 5602,
+    }
+}
+
+/// The same of that producer, in its blocks from 30 on.
+pub(crate) fn other_offer(lease: u64, tokens: u32) -> RemotePrefill {
+    let PeerLocator { engine, incarnation, host, port } = other_peer();
+    let blocks = vec![run(30, tokens.div_ceil(BLOCK_TOKENS))];
+    RemotePrefill { engine, incarnation, host, port, blocks, ..offer(lease, tokens) }
+}
+
+/// 8 tokens under `lease-5`, and from another producer under its `lease-6`.
+pub(crate) fn two_offers() -> RemotePrefill {
+    RemotePrefill { alternatives: vec![other_offer(6, 8)], ..offer(5, 8) }
 }
 
 pub(crate) fn params(offer: RemotePrefill) -> TransferParams {

@@ -85,6 +85,17 @@ impl Bench {
         self.step(|s, _| Some(format!("answer {}", s.remote_tokens(&req(R), 0))))
     }
 
+    pub(crate) fn use_source(&mut self, n: usize) -> Vec<String> {
+        self.step(|s, _| s.use_source(&req(R), n).err().map(|error| refused(&error)))
+    }
+
+    pub(crate) fn decline(&mut self) -> Vec<String> {
+        self.step(|s, _| {
+            s.request_declined(&req(R));
+            None
+        })
+    }
+
     pub(crate) fn allocate(&mut self, name: &str, local: u32, remote: u32, blocks: BlockList) -> Vec<String> {
         self.step(|s, now| {
             s.blocks_allocated(now, &req(name), local, remote, &[blocks]).err().map(|error| refused(&error))
@@ -183,13 +194,17 @@ fn event(event: &SchedEvent) -> String {
             format!("LoadEnded: {tokens} tokens are here, {remote_tokens} of them read")
         }
         SchedEvent::LoadEnded {
-            result: LoadResult::Failed { reason, invalid, valid_tokens, hold: held, .. },
+            result: LoadResult::Failed { reason, invalid, valid_tokens, hold: held, others, .. },
             ..
         } => {
             let blocks: u32 = invalid.iter().map(BlockList::len).sum();
             let held = held.map_or("quiet".to_owned(), |held| format!("held by {}", hold(held)));
             let reason = reason.name();
-            format!("LoadEnded: {reason}, {valid_tokens} tokens valid, {blocks} blocks invalid and {held}")
+            let others =
+                if others.is_empty() { String::new() } else { format!(", {} to be tried", others.len()) };
+            format!(
+                "LoadEnded: {reason}, {valid_tokens} tokens valid, {blocks} blocks invalid and {held}{others}"
+            )
         }
         SchedEvent::BlocksReleased { hold: held, .. } => format!("BlocksReleased {}", hold(*held)),
         SchedEvent::Drained { left } => {

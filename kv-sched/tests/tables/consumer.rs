@@ -5,19 +5,22 @@ use kv_sched::RequestEnd;
 
 use super::bench::{Bench, R, TOKENS};
 use super::chart::{Chart, Input};
-use super::common::{GRACE_MS, LOAD_MS, POOL, QUEUE_MS, complete, failed, loaded, offer, params, run};
+use super::common::{
+    GRACE_MS, LOAD_MS, POOL, QUEUE_MS, complete, failed, loaded, offer, params, run, two_offers,
+};
 use super::words::{entries, field, variant};
 
 const ABOUT_REQUEST: &str = "\
 The consumer's side of one request in `kv-sched`: whether its prompt is still to be had from the producer. The request
 is `r` with a prompt of 8 tokens, all offered under the producer's `lease-5`, on an engine of two ranks; a *twin* is
-another request with the same offer, as a router makes that tries again.";
+another request with the same offer, as a router makes that tries again. A second offer, where there is one, is another
+producer's, of the same tokens under its `lease-6`.";
 
 const DRAWING_REQUEST: &str = "
 unknown --arrived with an offer--> Queued --blocks allocated--> Loading --every rank reported--> Settled
-                                     |                             |
-                                     |                             +--finished--> unknown, load Abandoned
-                                     +--nothing to load, waited too long--> Settled
+                                     |  ^                          |  |
+                                     |  +----failed, others left---+  +--finished--> unknown, load Abandoned
+                                     +--nothing to load, declined, waited too long--> Settled
 Any of them --finished--> unknown";
 
 const ABOUT_LOAD: &str = "\
@@ -41,16 +44,27 @@ fn describe_load_of(all: &str) -> Option<String> {
     Some(if ended == 0 { stage.to_owned() } else { format!("{stage}, {ended} of 2 ended") })
 }
 
+/// Its state, with the offers that it holds beside the one that any request has.
+fn describe_offers(request: &str) -> String {
+    let state = variant(request);
+    match state {
+        "Queued" if entries(field(request, &["sources"])).len() > 1 => "Queued, 2 offers".to_owned(),
+        "Loading" if !entries(field(request, &["others"])).is_empty() => "Loading, 1 other".to_owned(),
+        _ => state.to_owned(),
+    }
+}
+
 fn describe_request(all: &str) -> String {
     let mut own = "unknown".to_owned();
     let mut twins = String::new();
     for (name, request) in entries(field(all, &["consumer", "requests"])) {
         match name {
-            "RequestId(\"r\")" => own = variant(request).to_owned(),
+            "RequestId(\"r\")" => own = describe_offers(request),
             _ => twins = format!("; twin {}", variant(request)),
         }
     }
-    let load = describe_load_of(all).filter(|load| !(load.starts_with("Running") && own == "Loading"));
+    let load =
+        describe_load_of(all).filter(|load| !(load.starts_with("Running") && own.starts_with("Loading")));
     let load = load.filter(|_| twins.is_empty()).map(|load| format!("; load {load}"));
     own + &load.unwrap_or_default() + &twins
 }
@@ -70,6 +84,10 @@ fn arrive(b: &mut Bench, name: &str) -> Vec<String> {
 
 fn arrived(b: &mut Bench) -> Vec<String> {
     arrive(b, R)
+}
+
+fn arrived_with_two(b: &mut Bench) -> Vec<String> {
+    b.arrive(R, TOKENS, &params(two_offers()))
 }
 
 fn twin_arrived(b: &mut Bench) -> Vec<String> {
@@ -134,8 +152,17 @@ const REQUEST_INPUTS: &[Input<Bench>] = &[
     ("arrived", arrived),
     ("arrived, with an offer of nothing", |b| b.arrive(R, TOKENS, &params(offer(5, 0)))),
     ("arrived, with the offer of another prompt", |b| b.arrive(R, TOKENS, &other_prompt())),
+    ("arrived, with two offers", arrived_with_two),
+    ("arrived, the second offer of another prompt", |b| {
+        let mut offers = two_offers();
+        offers.alternatives[0].token_digest = offer(5, TOKENS - 1).token_digest;
+        b.arrive(R, TOKENS, &params(offers))
+    }),
     ("a twin arrived", twin_arrived),
     ("asked for remote tokens", Bench::ask),
+    ("the second producer is to be used", |b| b.use_source(1)),
+    ("the second producer is to be used, allocated", |b| [b.use_source(1), allocated(b)].concat()),
+    ("declined", Bench::decline),
     ("allocated, 8 remote tokens", allocated),
     ("allocated, 4 remote tokens, 4 here", |b| b.allocate(R, 4, 4, run(40, 2))),
     ("allocated, 0 remote tokens, 8 here", |b| b.allocate(R, TOKENS, 0, run(40, 2))),
@@ -194,6 +221,8 @@ pub(crate) fn request() -> Chart<'static, Bench> {
             ("arrived, allocated", new().after(&[arrived, allocated])),
             ("arrived, allocated, loaded by both ranks", new().after(&[arrived, allocated, both_loaded])),
             ("arrived, allocated, aborted", new().after(&[arrived, allocated, aborted])),
+            ("arrived with two offers", new().after(&[arrived_with_two])),
+            ("arrived with two offers, allocated", new().after(&[arrived_with_two, allocated])),
             ("arrived; a twin arrived", new().after(&[arrived, twin_arrived])),
             (
                 "arrived; a twin arrived and was allocated",

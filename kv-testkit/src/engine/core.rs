@@ -3,19 +3,19 @@
 //! It decides what each step computes, and calls the connector's hooks where engines call them. It does no IO:
 //! [`Core::next_step`] gives an order for the workers, [`Core::step_done`] takes what they answered.
 
+mod loading;
+
 use std::collections::{BTreeMap, VecDeque};
 
-use kv_connector::recovery::{Decision, Policy};
-use kv_connector::{
-    BlockList, HoldId, LoadResult, RequestEnd, RequestId, Role, SchedEvent, SchedulerConnector, Verdict,
-};
+use kv_connector::recovery::Policy;
+use kv_connector::{BlockList, HoldId, RequestEnd, RequestId, Role, SchedEvent, SchedulerConnector, Verdict};
 use kv_proto::BlockId;
 use serde_bytes::ByteBuf;
 use serde_json::Value;
 
 use super::model::Tokenizer;
 use super::pool::BlockPool;
-use super::recovering::{BreakerStats, Recovering, producer_of};
+use super::recovering::{BreakerStats, Recovering};
 use super::request::{Ask, Happening, Request, Stage};
 use super::wire::{StepOrder, Work};
 
@@ -62,6 +62,8 @@ pub struct Recovered {
     pub requests: u64,
     /// Requests that ended with it.
     pub ended: u64,
+    /// Loads that were begun at another producer, for what the one before had not brought.
+    pub retried_elsewhere: u64,
     /// Tokens that were to come from a producer and are computed here.
     pub tokens_recomputed: u64,
     /// Tokens that had come, and were confirmed, before the load failed.
@@ -181,7 +183,8 @@ impl Core {
         let number = self.next_request;
         self.next_request += 1;
         self.numbers.insert(ask.id.clone(), number);
-        let producer = producer_of(ask.params.as_ref()).filter(|_| role == Role::Consumer);
+        let sources = self.connector.as_ref().map(|connector| connector.sources(&ask.id));
+        let producer = sources.and_then(|sources| sources.into_iter().next());
         self.requests.insert(number, Request { producer, ..Request::new(ask, role) });
         self.waiting.push_back(number);
         self.stats.requests += 1;
@@ -387,9 +390,7 @@ impl Core {
             };
             blocks.extend(new);
             self.waiting.pop_front();
-            let peer = request.producer.clone().filter(|_| remote > 0);
-            let admitted = peer.is_none_or(|peer| self.recovering.admits(&peer));
-            if admitted {
+            if remote == 0 || self.may_load(number, &id, local, remote) {
                 self.start(number, local, remote, blocks);
             } else {
                 self.start_without(number, &id, local, blocks);
@@ -415,22 +416,6 @@ impl Core {
             self.happenings.push((number, Happening::Loading { tokens: remote }));
         } else {
             self.run(number, local);
-        }
-    }
-
-    /// Starts a request whose load is not begun, because loads from its producer fail: it is given back, and computed
-    /// here.
-    fn start_without(&mut self, number: u64, id: &RequestId, local: u32, blocks: Vec<BlockId>) {
-        if let Some(connector) = &mut self.connector {
-            connector.request_declined(id);
-        }
-        self.start(number, local, 0, blocks);
-        if self.settings.policy == Policy::Fail {
-            self.stats.recovered.ended += 1;
-            let message =
-                "the KV cache of the prompt could not be loaded: loads from its producer fail at present";
-            self.happenings.push((number, Happening::Failed { client: false, message: message.to_owned() }));
-            self.finish(number, false);
         }
     }
 
@@ -543,70 +528,6 @@ impl Core {
                 SchedEvent::Drained { left } => tracing::warn!(?left, "the drain's limit is over"),
                 SchedEvent::WorkersSilent { hold, missing } => {
                     tracing::error!(?hold, ?missing, "workers do not report");
-                }
-            }
-        }
-    }
-
-    fn load_ended(&mut self, number: u64, result: LoadResult) {
-        let Some(request) = self.requests.get_mut(&number) else { return };
-        if request.stage != Stage::Loading {
-            return;
-        }
-        match result {
-            LoadResult::Loaded { tokens, remote_tokens, stats } => {
-                request.usage.external_tokens = remote_tokens;
-                if let Some(peer) = &request.producer {
-                    self.recovering.succeeded(number, peer);
-                }
-                request.usage.load_bytes = stats.bytes;
-                request.usage.load_ranges = stats.ranges;
-                request.usage.read_us = stats.read_us;
-                request.usage.confirm_us = stats.confirm_us;
-                // The last token will be run again; until then its block is nobody else's.
-                request.computed = tokens.min(request.known() - 1);
-                self.happenings.push((number, Happening::Loaded { stats }));
-                // Only now, when the bytes are confirmed, may others find these blocks.
-                self.publish(number);
-                self.run(number, tokens);
-            }
-            LoadResult::Failed { reason, detail, valid_tokens, hold, .. } => {
-                let id = request.ask.id.clone();
-                let kept = valid_tokens.saturating_sub(request.usage.cached_tokens);
-                let recomputed = request.loading.saturating_sub(kept);
-                let wanted = request.usage.cached_tokens + request.loading;
-                let decision = match request.producer.clone() {
-                    Some(peer) => self.recovering.failed(number, peer, reason, (valid_tokens, wanted)),
-                    None if self.settings.policy == Policy::Fail => Decision::End,
-                    None => Decision::ResumeFrom { tokens: valid_tokens },
-                };
-                request.usage.external_tokens = kept;
-                let goes_on = matches!(decision, Decision::ResumeFrom { .. });
-                if let Some(unsaid) = self.recovering.may_say(request.producer.as_ref(), reason, recomputed) {
-                    let (others, tokens) = (unsaid.requests, unsaid.tokens);
-                    let reason = reason.name();
-                    tracing::warn!(%id, reason, goes_on, kept, recomputed, others, tokens, %detail, "a load failed");
-                }
-                if let Some(hold) = hold {
-                    let kept = (valid_tokens / self.settings.block_tokens) as usize;
-                    let lost = request.blocks.split_off(kept.min(request.blocks.len()));
-                    self.hold(hold, lost);
-                }
-                self.happenings.push((number, Happening::LoadFailed { reason, detail: detail.clone() }));
-                match decision {
-                    Decision::ResumeFrom { tokens } => {
-                        let recovered = &mut self.stats.recovered;
-                        recovered.requests += 1;
-                        recovered.tokens_recomputed += u64::from(recomputed);
-                        recovered.tokens_kept += u64::from(kept);
-                        self.run(number, tokens);
-                    }
-                    _ => {
-                        self.stats.recovered.ended += 1;
-                        let message = format!("the KV cache of the prompt could not be loaded: {detail}");
-                        self.happenings.push((number, Happening::Failed { client: false, message }));
-                        self.finish(number, false);
-                    }
                 }
             }
         }

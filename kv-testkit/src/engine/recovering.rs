@@ -1,14 +1,13 @@
 //! What the engine does about failed loads: the circuit breaker of each producer, and the policy.
 //!
 //! Reading again from the same producer is the connector's business (`load_retries`); what is left here is whether a load
-//! is begun at all, and how a request goes on without it.
+//! is begun at all, and how a request goes on when it has failed: from another producer, or without.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use kv_connector::recovery::{Admission, Decision, Directive, LoadFacts, Policy, Recovery, RecoveryConfig};
-use kv_proto::{EngineId, LoadFailure, Moment, PeerLocator, TransferParams};
-use serde_json::Value;
+use kv_connector::recovery::{Admission, Directive, LoadFacts, Policy, Recovery, RecoveryConfig, Source};
+use kv_proto::{EngineId, LoadFailure, Moment, PeerLocator};
 
 /// The machine of `kv-recovery`, with the engine's clock.
 pub(super) struct Recovering {
@@ -40,21 +39,21 @@ pub struct BreakerStats {
     pub refused: u64,
 }
 
-/// Where the request's prompt was computed, if its parameters say so.
-pub(super) fn producer_of(params: Option<&Value>) -> Option<PeerLocator> {
-    match TransferParams::parse(params?).ok()?? {
-        TransferParams::RemotePrefill(remote) => {
-            let (engine, incarnation) = (remote.engine, remote.incarnation);
-            Some(PeerLocator { engine, incarnation, host: remote.host, port: remote.port })
-        }
-        TransferParams::RemoteDecode { .. } => None,
-    }
+/// What becomes of a request whose load failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Next {
+    /// It is loaded from that one of the other producers.
+    Elsewhere(usize),
+    /// It is computed from that many tokens on.
+    ResumeFrom(u32),
+    /// It ends with an error.
+    End,
 }
 
 impl Recovering {
     pub(super) fn new(policy: Policy) -> Self {
         let config = RecoveryConfig {
-            policy: if policy == Policy::Fail { Policy::Fail } else { Policy::Recompute },
+            policy,
             // A load that ran into its time-out has cost enough; the next one is a probe.
             open_after: 1,
             // A probe that ends without a word about its producer must not keep others away for long.
@@ -118,12 +117,14 @@ impl Recovering {
         request: u64,
         peer: PeerLocator,
         reason: LoadFailure,
+        others: &[PeerLocator],
         (tokens_valid, tokens_wanted): (u32, u32),
-    ) -> Decision {
+    ) -> Next {
         let now = self.now();
         let mut directives = Vec::new();
         if let Some(machine) = &mut self.machine {
-            let (lease_alive, alternatives) = (false, Vec::new());
+            // The connector has given the lease of this one back.
+            let (lease_alive, alternatives) = (false, others.to_vec());
             let facts = LoadFacts {
                 key: request,
                 peer,
@@ -136,9 +137,11 @@ impl Recovering {
             machine.load_failed(now, facts, &mut directives);
         }
         match directives.pop() {
-            Some(Directive::Recompute { keep_tokens, .. }) => Decision::ResumeFrom { tokens: keep_tokens },
-            None if self.policy != Policy::Fail => Decision::ResumeFrom { tokens: tokens_valid },
-            _ => Decision::End,
+            Some(Directive::Retry { source: Source::Alternative(n), .. }) => Next::Elsewhere(n),
+            Some(Directive::Recompute { keep_tokens, .. }) => Next::ResumeFrom(keep_tokens),
+            Some(Directive::Fail { .. }) => Next::End,
+            _ if self.policy == Policy::Fail => Next::End,
+            _ => Next::ResumeFrom(tokens_valid),
         }
     }
 
@@ -174,8 +177,9 @@ mod tests {
     fn a_producer_that_cost_a_time_out_costs_the_next_request_none() {
         let mut recovering = Recovering::new(Policy::Recompute);
         assert!(recovering.admits(&peer(1)));
-        let decision = recovering.failed(1, peer(1), LoadFailure::ReadTimedOut, (16, 64));
-        assert_eq!(decision, Decision::ResumeFrom { tokens: 16 });
+        let others = [peer(2)];
+        let next = recovering.failed(1, peer(1), LoadFailure::ReadTimedOut, &others, (16, 64));
+        assert_eq!(next, Next::ResumeFrom(16), "without the policy for it nobody else is asked");
         assert!(!recovering.admits(&peer(1)), "until a probe finds it well");
         assert!(recovering.admits(&peer(2)), "another life is another peer");
         assert_eq!(recovering.stats(), BreakerStats { opened: 1, refused: 1 });
@@ -199,7 +203,14 @@ mod tests {
     #[test]
     fn the_policy_decides_what_follows() {
         let mut recovering = Recovering::new(Policy::Fail);
-        assert_eq!(recovering.failed(1, peer(1), LoadFailure::Lapsed, (0, 64)), Decision::End);
+        let others = [peer(2), peer(3)];
+        assert_eq!(recovering.failed(1, peer(1), LoadFailure::Lapsed, &others, (0, 64)), Next::End);
         assert!(recovering.admits(&peer(1)), "a lapsed lease says nothing about its producer");
+        let mut recovering = Recovering::new(Policy::Retry);
+        recovering.failed(9, peer(2), LoadFailure::PeerLost, &[], (0, 64));
+        let next = recovering.failed(1, peer(1), LoadFailure::Lapsed, &others, (16, 64));
+        assert_eq!(next, Next::Elsewhere(1), "loads from the first of them fail");
+        let next = recovering.failed(1, peer(3), LoadFailure::PeerLost, &others[..1], (32, 64));
+        assert_eq!(next, Next::ResumeFrom(32), "none is left that is not known to fail");
     }
 }

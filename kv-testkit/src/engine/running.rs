@@ -214,6 +214,7 @@ impl Running {
             "recovered": {
                 "requests": core.recovered.requests,
                 "ended": core.recovered.ended,
+                "retried_elsewhere": core.recovered.retried_elsewhere,
                 "tokens_recomputed": core.recovered.tokens_recomputed,
                 "tokens_kept": core.recovered.tokens_kept,
             },

@@ -145,6 +145,7 @@ impl Names {
             retries: 0,
             remember_ended: Duration::from_secs(10),
             peer_idle: Duration::from_secs(60),
+            self_check_every: Duration::from_secs(10),
         };
         let config = WorkerConfig {
             engine: self.engines[side].clone(),

@@ -41,6 +41,7 @@ const LIMITS: WorkerLimits = WorkerLimits {
     portion_bytes: 2 * CELL_BYTES * LAYERS as u64,
     remember_ended: Duration::from_millis(2_000),
     peer_idle: Duration::from_millis(5_000),
+    self_check_every: Duration::from_secs(10),
 };
 
 /// For a canary: a time that no world lives to see.
