@@ -119,6 +119,7 @@ fn the_table_of_reasons_is_as_intended() {
         (L::ReadTimedOut, ("same", "elsewhere", E::Fault)),
         (L::ReadFailed, ("same", "elsewhere", E::Fault)),
         (L::ConfirmTimedOut, ("same", "elsewhere", E::Fault)),
+        (L::Corrupt, ("same", "elsewhere", E::Fault)),
         (L::Lapsed, ("-", "elsewhere", E::Answered)),
         (L::Cancelled, ("-", "-", E::Nothing)),
         (L::Closed, ("-", "-", E::Nothing)),

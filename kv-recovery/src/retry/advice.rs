@@ -36,6 +36,8 @@ pub const fn advice(reason: LoadFailure) -> Advice {
         LoadFailure::ReadTimedOut => (true, true, Evidence::Fault),
         LoadFailure::ReadFailed => (true, true, Evidence::Fault),
         LoadFailure::ConfirmTimedOut => (true, true, Evidence::Fault),
+        // The producer has compared: its own blocks are good, what came over the road is not.
+        LoadFailure::Corrupt => (true, true, Evidence::Fault),
         // The same question gets the same answer.
         LoadFailure::HandshakeRefused => (false, true, Evidence::Answered),
         LoadFailure::Incompatible => (false, true, Evidence::Answered),
