@@ -72,6 +72,7 @@ struct Sum {
     failed: u64,
     kept: u64,
     retried: u64,
+    recovered: u64,
     refused: u64,
     cache_hits: u64,
     events: u64,
@@ -96,6 +97,7 @@ fn run_seeds(
         failed: 0,
         kept: 0,
         retried: 0,
+        recovered: 0,
         refused: 0,
         cache_hits: 0,
         events: 0,
@@ -120,6 +122,7 @@ fn run_seeds(
                     sum.failed += outcome.failed;
                     sum.kept += outcome.kept;
                     sum.retried += outcome.retried;
+                    sum.recovered += outcome.recovered;
                     sum.refused += outcome.refused;
                     sum.cache_hits += outcome.cache_hits;
                     sum.events += outcome.events;
@@ -198,6 +201,7 @@ fn worlds(args: &SimArgs, jobs: usize, left_out: &[FaultKind], base: &Settings) 
         "failed": sum.failed,
         "kept": sum.kept,
         "retried": sum.retried,
+        "recovered": sum.recovered,
         "refused": sum.refused,
         "cache_hits": sum.cache_hits,
         "events": sum.events,

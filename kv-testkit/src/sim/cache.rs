@@ -84,6 +84,9 @@ impl World {
         positions: std::ops::Range<usize>,
         loading: bool,
     ) {
+        if !self.engines[index].caches {
+            return;
+        }
         let keys = self.keys_of(prompt);
         let cache = &mut self.engines[index].pool.cache;
         for position in positions {

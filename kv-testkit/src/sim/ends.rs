@@ -28,7 +28,10 @@ impl World {
             pool.cache.settle(*block);
         }
         match &result {
-            LoadResult::Loaded { .. } => self.loaded += 1,
+            LoadResult::Loaded { .. } => {
+                self.loaded += 1;
+                self.recovered += u64::from(request.retries > 0);
+            }
             LoadResult::Failed { .. } => self.failed += 1,
         }
         match result {

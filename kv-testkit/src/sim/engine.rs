@@ -57,11 +57,13 @@ pub(super) struct Engine {
     pub(super) lag: Time,
     /// It has said that it takes nothing new.
     pub(super) draining: bool,
+    /// On D: it has a prefix cache.
+    pub(super) caches: bool,
     /// On D: blocks are entered into the prefix cache when their load is ordered, and taken out again if it fails. Else
     /// they are entered when they are good.
     pub(super) enters_early: bool,
-    /// On D: what follows failed loads.
-    pub(super) recovery_limits: RecoveryConfig,
+    /// On D: what follows failed loads, unless it computes by itself whatever is missing.
+    pub(super) recovery_limits: Option<RecoveryConfig>,
     pub(super) recovery: Option<Recovering>,
 }
 
@@ -86,8 +88,9 @@ impl Engine {
             ticking: false,
             lag: if draw.chance(400) { draw.between(5, 40) * MS } else { 0 },
             draining: false,
+            caches: draw.chance(500),
             enters_early: draw.chance(700),
-            recovery_limits: draw_config(draw),
+            recovery_limits: draw.chance(700).then(|| draw_config(draw)),
             recovery: None,
         }
     }
@@ -149,9 +152,9 @@ impl World {
         engine.handed_over.clear();
         engine.ticking = false;
         engine.draining = false;
-        engine.recovery = match engine.role {
-            Role::Consumer => Recovering::new(&engine.recovery_limits, canary),
-            Role::Producer => None,
+        engine.recovery = match (engine.role, &engine.recovery_limits) {
+            (Role::Consumer, Some(limits)) => Recovering::new(limits, canary),
+            (Role::Producer, _) | (_, None) => None,
         };
         let Ok(id) = EngineId::new(format!("engine-{index}")) else { return };
         let layout = layout(size);

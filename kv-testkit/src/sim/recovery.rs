@@ -133,7 +133,7 @@ impl World {
         let now = engine.clock.read(self.now);
         let (Some(recovery), Some(peer)) = (&mut engine.recovery, request.offer.as_deref().and_then(peer_of))
         else {
-            return;
+            return self.recompute(index, id, keep_tokens);
         };
         recovery.account.failed(now, &peer, advice(reason).evidence);
         let facts = LoadFacts {

@@ -138,6 +138,8 @@ pub struct Outcome {
     pub kept: u64,
     /// Loads that were begun again after a failure.
     pub retried: u64,
+    /// Of these, how many ended well.
+    pub recovered: u64,
     /// Loads that did not begin because their producer's breaker was open.
     pub refused: u64,
     /// Blocks that consumers took from their own prefix caches.
@@ -208,6 +210,7 @@ pub(super) struct World {
     pub(super) failed: u64,
     pub(super) kept: u64,
     pub(super) retried: u64,
+    pub(super) recovered: u64,
     pub(super) refused: u64,
     pub(super) cache_hits: u64,
     trace: bool,
@@ -282,6 +285,7 @@ impl World {
             failed: 0,
             kept: 0,
             retried: 0,
+            recovered: 0,
             refused: 0,
             cache_hits: 0,
             trace: settings.trace,
@@ -468,6 +472,7 @@ impl World {
             failed: self.failed,
             kept: self.kept,
             retried: self.retried,
+            recovered: self.recovered,
             refused: self.refused,
             cache_hits: self.cache_hits,
             events: self.events,
