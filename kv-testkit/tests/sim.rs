@@ -22,18 +22,19 @@ fn assert_good(seed: u64) -> Outcome {
 #[test]
 fn p1_to_p8_hold_in_every_world_and_every_fault_strikes() {
     let (mut loaded, mut struck) = (0, BTreeSet::new());
-    let (mut cache_hits, mut recovered, mut refused) = (0, 0, 0);
+    let (mut cache_hits, mut retried, mut recovered, mut refused) = (0, 0, 0, 0);
     for seed in 0..3_000 {
         let outcome = assert_good(seed);
         loaded += outcome.loaded;
         cache_hits += outcome.cache_hits;
+        retried += outcome.retried;
         recovered += outcome.recovered;
         refused += outcome.refused;
         struck.extend(outcome.struck.keys().copied());
     }
     assert!(loaded > 3_000, "only {loaded} loads ended well: the worlds show too little");
     assert!(cache_hits > 1_000, "only {cache_hits} blocks were found in caches");
-    assert!(recovered > 5, "only {recovered} loads ended well after a failure");
+    assert!(retried > 100 && recovered > 0, "of {retried} further attempts {recovered} ended well");
     assert!(refused > 100, "breakers kept only {refused} loads back");
     let silent: Vec<&str> = FaultKind::ALL.iter().filter(|k| !struck.contains(k)).map(|k| k.name()).collect();
     assert!(silent.is_empty(), "never struck: {silent:?}");
@@ -95,9 +96,11 @@ fn every_canary_is_noticed() {
     let mut by = BTreeSet::new();
     for canary in Canary::ALL {
         let settings = Settings { canary: Some(*canary), ..Settings::default() };
-        let killer = (0..PATIENCE).find_map(|seed| run(seed, &settings).violations.into_iter().next());
-        let Some(violation) = killer else { panic!("{} lives", canary.name()) };
-        by.insert(violation.invariant);
+        let seen = |seed| run(seed, &settings).violations.into_iter().map(|violation| violation.invariant);
+        let Some(killer) = (0..PATIENCE).find(|seed| seen(*seed).next().is_some()) else {
+            panic!("{} lives", canary.name())
+        };
+        by.extend((0..20).chain([killer]).flat_map(seen));
     }
     assert!(Canary::ALL.len() >= 30);
     for needed in Invariant::ALL {

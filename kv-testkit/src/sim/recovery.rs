@@ -245,11 +245,11 @@ impl World {
             record.retries += 1;
             record.local_blocks = request.good;
         }
+        self.order_load(index, id, now, (local_tokens, remote));
         if remote == 0 {
             self.recovery_over(index, id);
-            return self.recompute(index, id, local_tokens);
+            self.recompute(index, id, local_tokens);
         }
-        self.order_load(index, id, now, (local_tokens, remote));
     }
 
     /// Blocks of a request are there: its load begins, or it goes on by itself.
