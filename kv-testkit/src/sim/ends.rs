@@ -22,9 +22,14 @@ impl World {
                 .violate(Invariant::EndsOnce, format!("a load of {id} ends, which is {:?}", request.stage));
         }
         self.tell(|| format!("the load of {id} on D {index} ends: {}", short(&result)));
-        for block in &request.blocks {
+        // What is held may still be written.
+        let held = matches!(result, LoadResult::Failed { hold: Some(_), .. });
+        let quiet = if held { request.local_blocks as usize } else { request.blocks.len() };
+        for (position, block) in request.blocks.iter().enumerate() {
             let pool = &mut self.engines[index].pool;
-            pool.tags[*block as usize] = None;
+            if position < quiet {
+                pool.tags[*block as usize] = None;
+            }
             pool.cache.settle(*block);
         }
         match &result {
