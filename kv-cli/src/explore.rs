@@ -48,7 +48,7 @@ pub(crate) struct ExploreArgs {
     #[arg(long, value_enum, default_value_t = Size::Small)]
     bounds: Size,
     /// Take a guard out, by its name, or every guard in turn with `all`; each must be noticed.
-    #[arg(long, value_name = "NAME|all", conflicts_with_all = ["requests", "ranks", "faults", "jumps", "inside"])]
+    #[arg(long, value_name = "NAME|all", conflicts_with_all = ["requests", "ranks", "faults", "jumps", "inside", "checksums"])]
     mutant: Option<String>,
     /// Bounds of your own instead: so many requests; 1, if not given.
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..=2))]
@@ -66,6 +66,9 @@ pub(crate) struct ExploreArgs {
     /// usual, if not given.
     #[arg(long, value_enum)]
     inside: Option<Pace>,
+    /// With checksums in D, and reads that bring wrong bytes without a word among the faults.
+    #[arg(long)]
+    checksums: bool,
     /// See at most so many states of each bound; a thousand million take about 40 GB.
     #[arg(long)]
     states: Option<usize>,
@@ -97,6 +100,9 @@ impl ExploreArgs {
         };
         for bounds in &mut all {
             bounds.states = self.states.unwrap_or(bounds.states);
+            if self.checksums {
+                *bounds = bounds.checked();
+            }
         }
         all
     }
@@ -178,6 +184,8 @@ fn told(explored: &Explored) -> Value {
             "aborts": bounds.aborts,
             "producer_deaths": bounds.producer_deaths,
             "consumer_deaths": bounds.consumer_deaths,
+            "spoils": bounds.spoils,
+            "checksums": bounds.checksums,
             "jumps": bounds.jumps,
             "inside": bounds.inside.name(),
             "greeted": bounds.greeted,

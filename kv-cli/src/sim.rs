@@ -71,6 +71,10 @@ struct Sum {
     loaded: u64,
     failed: u64,
     kept: u64,
+    retried: u64,
+    recovered: u64,
+    refused: u64,
+    cache_hits: u64,
     events: u64,
     struck: BTreeMap<FaultKind, u64>,
     broken: Option<Outcome>,
@@ -92,6 +96,10 @@ fn run_seeds(
         loaded: 0,
         failed: 0,
         kept: 0,
+        retried: 0,
+        recovered: 0,
+        refused: 0,
+        cache_hits: 0,
         events: 0,
         struck: BTreeMap::new(),
         broken: None,
@@ -113,6 +121,10 @@ fn run_seeds(
                     sum.loaded += outcome.loaded;
                     sum.failed += outcome.failed;
                     sum.kept += outcome.kept;
+                    sum.retried += outcome.retried;
+                    sum.recovered += outcome.recovered;
+                    sum.refused += outcome.refused;
+                    sum.cache_hits += outcome.cache_hits;
                     sum.events += outcome.events;
                     sum.violations += outcome.violations.len() as u64;
                     for (kind, count) in &outcome.struck {
@@ -188,6 +200,10 @@ fn worlds(args: &SimArgs, jobs: usize, left_out: &[FaultKind], base: &Settings) 
         "loaded": sum.loaded,
         "failed": sum.failed,
         "kept": sum.kept,
+        "retried": sum.retried,
+        "recovered": sum.recovered,
+        "refused": sum.refused,
+        "cache_hits": sum.cache_hits,
         "events": sum.events,
         "faults": faults,
     });

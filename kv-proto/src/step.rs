@@ -301,7 +301,9 @@ impl LoadFailure {
             | Self::PeerLost
             | Self::ReadTimedOut
             | Self::ReadFailed
-            | Self::ConfirmTimedOut => true,
+            | Self::ConfirmTimedOut
+            // The producer has compared: its own blocks are good, what came over the road is not.
+            | Self::Corrupt => true,
             // The same question gets the same answer: another life, another engine, other blocks, no lease.
             Self::HandshakeRefused
             | Self::Incompatible
@@ -309,8 +311,7 @@ impl LoadFailure {
             | Self::WrongPeer
             | Self::BadBlocks
             | Self::ReadRefused
-            | Self::Lapsed
-            | Self::Corrupt => false,
+            | Self::Lapsed => false,
             // Nobody wants it, or the destination may still be written.
             Self::Cancelled | Self::Closed | Self::ReportMissing | Self::Other => false,
         }

@@ -86,6 +86,18 @@ fn a_retry_waits_starts_and_ends_with_the_fallback_when_its_attempts_are_spent()
 }
 
 #[test]
+fn a_load_that_lacks_nothing_is_not_tried_again() {
+    let mut m = machine(RecoveryConfig { fallback: Fallback::Fail, ..config() });
+    let whole = facts(1, "p", LoadFailure::ConfirmTimedOut);
+    let whole = LoadFacts { tokens_valid: whole.tokens_wanted, ..whole };
+    let kept = Directive::Recompute { key: 1, keep_tokens: whole.tokens_wanted };
+    assert_eq!(failed(&mut m, 0, whole), [kept]);
+    assert_eq!((m.request_count(), m.stats().recomputed, m.stats().tokens_recomputed), (0, 1, 0));
+    // It still says something about the peer.
+    assert_eq!(m.stats().failures[&LoadFailure::ConfirmTimedOut], 1);
+}
+
+#[test]
 fn a_lapsed_lease_is_never_read_again_but_another_producer_may_help() {
     let mut m = machine(config());
     assert_eq!(failed(&mut m, 0, facts(1, "p", LoadFailure::Lapsed)), [recompute(1)]);
@@ -119,6 +131,7 @@ fn the_table_of_reasons_is_as_intended() {
         (L::ReadTimedOut, ("same", "elsewhere", E::Fault)),
         (L::ReadFailed, ("same", "elsewhere", E::Fault)),
         (L::ConfirmTimedOut, ("same", "elsewhere", E::Fault)),
+        (L::Corrupt, ("same", "elsewhere", E::Fault)),
         (L::Lapsed, ("-", "elsewhere", E::Answered)),
         (L::Cancelled, ("-", "-", E::Nothing)),
         (L::Closed, ("-", "-", E::Nothing)),

@@ -5,7 +5,7 @@
 //! bits (see `pool.rs`): at a thousand million states the probability that any two were mistaken for one is 10⁻²⁰.
 //!
 //! What may happen at each point: a plan, a report or a message arrives (messages in any order); a message is lost or
-//! arrives twice; a read ends; a connection breaks; time jumps to the next deadline of anybody; P finishes a request, its router tells
+//! arrives twice; a read ends, with checksums perhaps with wrong bytes; a connection breaks; time jumps to the next deadline of anybody; P finishes a request, its router tells
 //! D, D allocates, a client goes away or the router drops what it carries; P or D dies and comes back at the same
 //! address as another life. How often each may happen is a [`Bounds`], which also says how many faults one story has
 //! in all.
@@ -95,10 +95,14 @@ pub struct Bounds {
     pub producer_deaths: u8,
     /// Deaths of D.
     pub consumer_deaths: u8,
+    /// Reads that may bring other bytes than the source's and say that all is well. Without checksums nobody can notice.
+    pub spoils: u8,
     /// Jumps of time. They are no faults.
     pub jumps: u8,
     /// What takes time inside an engine.
     pub inside: Inside,
+    /// Whether D wants checksums. Digests take no time: **a bound**; they are the simulator's business.
+    pub checksums: bool,
     /// Whether the engines have greeted each other before the story begins.
     pub greeted: bool,
     /// Most states; what lies beyond is not seen.
@@ -118,8 +122,10 @@ impl Bounds {
         aborts: 0,
         producer_deaths: 0,
         consumer_deaths: 0,
+        spoils: 0,
         jumps: 0,
         inside: Inside::Usual,
+        checksums: false,
         greeted: true,
         states: 100_000_000,
     };
@@ -134,6 +140,7 @@ impl Bounds {
             aborts: faults,
             producer_deaths: faults,
             consumer_deaths: faults,
+            spoils: if self.checksums { faults } else { 0 },
             ..self
         }
     }
@@ -141,6 +148,11 @@ impl Bounds {
     /// Bounds of one's own: as many faults in one story, each of any kind, and as many jumps of time.
     pub const fn of(requests: usize, ranks: usize, faults: u8, jumps: u8) -> Self {
         Self { name: "bounds of your own", requests, ranks, jumps, ..Self::STILL.any(faults) }
+    }
+
+    /// The same with checksums, and reads that bring wrong bytes without a word among the faults.
+    pub const fn checked(self) -> Self {
+        Self { checksums: true, spoils: self.faults, ..self }
     }
 
     /// Bounds that are explored to their ends in seconds.
@@ -155,6 +167,7 @@ impl Bounds {
                 inside: Inside::Brisk,
                 ..Bounds::STILL.any(1)
             },
+            Bounds { name: "one request, one rank, checksums", jumps: 1, ..Bounds::STILL.any(2).checked() },
         ];
         ALL
     }
@@ -241,7 +254,9 @@ pub fn explore_with(bounds: &Bounds, mutant: Option<Mutant>, tell: &mut dyn FnMu
         violation: Some((Vec::new(), "the engines of the story cannot be made".to_owned())),
         ..found
     };
-    let Some(mut machines) = turn::machines(rules.ranks, mutant) else { return nobody(found) };
+    let Some(mut machines) = turn::machines(rules.ranks, bounds.checksums, mutant) else {
+        return nobody(found);
+    };
     let Some(mut first) = first_world(&mut machines, rules, bounds.requests, bounds.greeted) else {
         return nobody(found);
     };

@@ -192,6 +192,7 @@ impl<K: Ord + Clone + Hash, P: Ord + Clone> Recovery<K, P> {
         self.peers.failed(now, config, &facts.peer, facts.reason, advice.evidence, stats);
         match config.policy {
             Policy::Recompute | Policy::Fail => self.stop(Stop::Policy, &facts, out),
+            Policy::Retry if facts.tokens_valid >= facts.tokens_wanted => self.lacks_nothing(facts, out),
             Policy::Retry => self.again(now, facts, advice, attempts, out),
         }
     }
@@ -286,6 +287,14 @@ impl<K: Ord + Clone + Hash, P: Ord + Clone> Recovery<K, P> {
         if let Some(bucket) = &mut self.budget {
             bucket.take();
         }
+    }
+
+    /// All was verified before the load failed, for instance when only the last word about it did not come: another
+    /// attempt would bring nothing.
+    fn lacks_nothing(&mut self, facts: LoadFacts<K, P>, out: &mut Vec<Directive<K>>) {
+        self.stats.recomputed += 1;
+        self.stats.tokens_kept += u64::from(facts.tokens_wanted);
+        out.push(Directive::Recompute { key: facts.key, keep_tokens: facts.tokens_wanted });
     }
 
     /// Another attempt, if there is one to make: first at the same producer, then at another.

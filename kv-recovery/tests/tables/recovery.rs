@@ -82,7 +82,7 @@ fn facts(key: u32, reason: LoadFailure) -> LoadFacts<u32, &'static str> {
         peer: "p",
         reason,
         tokens_valid: 0,
-        tokens_wanted: 0,
+        tokens_wanted: 9,
         lease_alive: true,
         alternatives: Vec::new(),
     }

@@ -32,6 +32,8 @@ pub(super) enum Action {
     MessageLost(u8),
     /// A message arrives, and will again.
     MessageTwice(u8),
+    /// A read says that every byte is here, and they are not the source's.
+    ReadSpoiled(u8),
     /// A connection breaks.
     LinkBreaks(u8),
     /// The client leaves a request that P computes.
@@ -98,6 +100,7 @@ impl Action {
             Self::MessageArrives(n) => format!("{} arrives", message(n)),
             Self::ReadWhole(n) => format!("{} has brought every byte", read(n)),
             Self::ReadCancelled(n) => format!("{} ends, cancelled", read(n)),
+            Self::ReadSpoiled(n) => format!("{} has brought wrong bytes, and does not say so", read(n)),
             Self::TimeJumps => {
                 let then = world.next_deadline(machines).unwrap_or(world.now);
                 format!("time passes until the next deadline, {then} ms from the start")

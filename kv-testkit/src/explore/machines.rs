@@ -7,13 +7,13 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use kv_proto::message::WorkerMessage;
+use kv_proto::message::{BlockDigest, WorkerMessage};
 use kv_proto::{
     BlockId, ConsumerOrder, LeaseId, LoadFailure, LoadId, Moment, Plan, Rank, Report, TransferParams,
 };
 use kv_sched::{LoadResult, RequestEnd, SchedEvent, Scheduler, Verdict};
 use kv_worker::Failure;
-use kv_worker::machine::io::{Decision, Fact, LinkId};
+use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId};
 use kv_worker::machine::worker::WorkerMachine;
 
 use super::pool::{Lookup, Pool};
@@ -126,6 +126,10 @@ pub(super) enum Input {
     Message { link: Name, message: u32 },
     /// A read ended.
     Read { load: Load, end: ReadEnd },
+    /// A block was digested; whether it holds what was offered.
+    Digested { of: DigestOf, right: bool },
+    /// A self check ended.
+    SelfChecked,
     /// Time has passed.
     Time,
 }
@@ -145,6 +149,10 @@ pub(super) enum Deed {
     Read { load: Load, link: Name, from: u8, to: u8 },
     /// Cancel a read.
     Cancel(Load),
+    /// Digest a block.
+    Digest { of: DigestOf, block: u8 },
+    /// Look at itself.
+    CheckSelf,
 }
 
 /// What came of telling a worker something.
@@ -348,6 +356,10 @@ impl Machines {
                 };
                 Fact::ReadEnded { load: LoadId(load.into()), result }
             }
+            Input::Digested { of, right } => {
+                Fact::Digested { of, digests: Ok(vec![BlockDigest(u64::from(right))]) }
+            }
+            Input::SelfChecked => Fact::SelfChecked { result: Ok(()) },
             Input::Time => return None,
         };
         Some(fact)
@@ -393,8 +405,11 @@ impl Machines {
                 Deed::Read { load: load.0 as Load, link: Name::of(link), from, to }
             }
             Decision::CancelRead { load } => Deed::Cancel(load.0 as Load),
-            // No worker here wants checksums, so none is asked for any.
-            Decision::Digest { .. } | Decision::CheckSelf => return None,
+            Decision::Digest { of, groups } => {
+                let BlockId(block) = groups.first().and_then(|group| group.blocks.iter().next())?;
+                Deed::Digest { of, block: block as u8 }
+            }
+            Decision::CheckSelf => Deed::CheckSelf,
         })
     }
 }

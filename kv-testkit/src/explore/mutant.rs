@@ -23,6 +23,8 @@ pub enum Mutant {
     IncarnationIgnored,
     /// Nobody at D looks at the clock.
     NoDeadlines,
+    /// Blocks that P found unequal count as equal.
+    UnequalIsGood,
 }
 
 impl Mutant {
@@ -37,6 +39,7 @@ impl Mutant {
         Self::RepeatFreesAgain,
         Self::IncarnationIgnored,
         Self::NoDeadlines,
+        Self::UnequalIsGood,
     ];
 
     /// Its name on a command line.
@@ -51,6 +54,7 @@ impl Mutant {
             Self::RepeatFreesAgain => "repeat-frees-again",
             Self::IncarnationIgnored => "incarnation-ignored",
             Self::NoDeadlines => "no-deadlines",
+            Self::UnequalIsGood => "unequal-is-good",
         }
     }
 
@@ -72,6 +76,7 @@ impl Mutant {
                 Bounds { requests: 2, producer_deaths: 1, jumps: 1, faults: 1, ..still }
             }
             Self::NoDeadlines => Bounds { losses: 1, faults: 1, ..still },
+            Self::UnequalIsGood => Bounds { faults: 1, ..still }.checked(),
         }
     }
 }

@@ -124,8 +124,12 @@ impl<'a> Turn<'a> {
                 left.repeats -= 1;
                 self.message_arrives(n, false);
             }
-            Action::ReadWhole(n) => self.read_ends(n, ReadEnd::Whole),
-            Action::ReadCancelled(n) => self.read_ends(n, ReadEnd::Cancelled),
+            Action::ReadWhole(n) => self.read_ends(n, ReadEnd::Whole, true),
+            Action::ReadCancelled(n) => self.read_ends(n, ReadEnd::Cancelled, false),
+            Action::ReadSpoiled(n) => {
+                left.spoils -= 1;
+                self.read_ends(n, ReadEnd::Whole, false);
+            }
             Action::TimeJumps => {
                 left.jumps = left.jumps.saturating_sub(1);
                 self.time_jumps();
@@ -361,6 +365,17 @@ impl<'a> Turn<'a> {
                 }
                 self.world.reads.sort_unstable();
             }
+            // What is not right is all the same: the worst is that two wrong blocks are equal.
+            Deed::Digest { of, block } => {
+                let right = if side == P {
+                    self.world.content[usize::from(block)]
+                } else {
+                    self.world.requests[usize::from(block)].copied[usize::from(rank)]
+                };
+                self.todo.push_back((side, rank, Input::Digested { of, right }));
+            }
+            // What it finds changes a counter and nothing else.
+            Deed::CheckSelf => self.todo.push_back((side, rank, Input::SelfChecked)),
         }
     }
 
@@ -400,6 +415,19 @@ impl<'a> Turn<'a> {
             {
                 let confirmed = WorkerMessage::Confirmed { lease: *lease, attempt: *attempt };
                 message = self.machines.message_number(confirmed);
+            }
+            if self.mutated(Mutant::UnequalIsGood)
+                && let WorkerMessage::Compared { lease, attempt, from, held, .. } =
+                    self.machines.message(message)
+            {
+                let equal = WorkerMessage::Compared {
+                    lease: *lease,
+                    attempt: *attempt,
+                    from: *from,
+                    equal: 1,
+                    held: *held,
+                };
+                message = self.machines.message_number(equal);
             }
             return self.tell(D, rank, Input::Message { link: Name::Dialled(link), message });
         }
@@ -461,10 +489,11 @@ impl<'a> Turn<'a> {
         }
     }
 
-    fn read_ends(&mut self, number: u8, end: ReadEnd) {
+    /// A read ends; `right` if what the source held arrived.
+    fn read_ends(&mut self, number: u8, end: ReadEnd, right: bool) {
         let read = self.world.reads.remove(usize::from(number));
         self.writes(read);
-        let content = end == ReadEnd::Whole && self.world.content[usize::from(read.from)];
+        let content = right && self.world.content[usize::from(read.from)];
         self.world.requests[usize::from(read.to)].copied[usize::from(read.rank)] = content;
         self.tell(D, read.rank, Input::Read { load: read.load, end });
     }
@@ -537,6 +566,6 @@ fn insert<T: Ord>(list: &mut Vec<T>, item: T) {
 }
 
 /// The story's machines.
-pub(super) fn machines(ranks: usize, mutant: Option<Mutant>) -> Option<Machines> {
-    Some(Machines::new(Names::new(ranks, mutant)?))
+pub(super) fn machines(ranks: usize, checksums: bool, mutant: Option<Mutant>) -> Option<Machines> {
+    Some(Machines::new(Names::new(ranks, checksums, mutant)?))
 }

@@ -91,6 +91,7 @@ pub(super) struct Left {
     pub(super) aborts: u8,
     pub(super) producer_deaths: u8,
     pub(super) consumer_deaths: u8,
+    pub(super) spoils: u8,
     pub(super) jumps: u8,
 }
 
@@ -137,6 +138,7 @@ impl Left {
             aborts: bounds.aborts,
             producer_deaths: bounds.producer_deaths,
             consumer_deaths: bounds.consumer_deaths,
+            spoils: bounds.spoils,
             jumps: bounds.jumps,
         }
     }
@@ -196,6 +198,9 @@ impl World {
         }
         if self.left.repeats > 0 {
             out.extend(different().map(Action::MessageTwice));
+        }
+        if self.left.spoils > 0 {
+            out.extend((0..self.reads.len()).map(|n| Action::ReadSpoiled(n as u8)));
         }
         if self.left.breaks > 0 {
             out.extend((0..self.links.len()).map(|n| Action::LinkBreaks(n as u8)));

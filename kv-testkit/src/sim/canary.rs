@@ -77,6 +77,18 @@ pub enum Canary {
     WrongBytesTaken,
     /// H-7: P hands over a prompt that was not computed to its end.
     HalfPromptHandedOver,
+    /// H-28: D takes blocks that P found unequal for equal ones.
+    UnequalTakenAsEqual,
+    /// H-28: D's worker does not ask P to compare, although its transport may bring wrong bytes.
+    NotCompared,
+    /// P8: blocks of a failed load stay in D's prefix cache.
+    CacheNotEvicted,
+    /// A failed load is tried again however many others were.
+    RetryWithoutBudget,
+    /// A failed load is tried again however often it was.
+    RetryWithoutEnd,
+    /// A load begins although its producer's breaker is open.
+    BreakerIgnored,
 }
 
 impl Canary {
@@ -117,6 +129,12 @@ impl Canary {
         Self::PeerLossTakenAsQuiet,
         Self::WrongBytesTaken,
         Self::HalfPromptHandedOver,
+        Self::UnequalTakenAsEqual,
+        Self::NotCompared,
+        Self::CacheNotEvicted,
+        Self::RetryWithoutBudget,
+        Self::RetryWithoutEnd,
+        Self::BreakerIgnored,
     ];
 
     /// A word for the command line and for tables.
@@ -157,6 +175,12 @@ impl Canary {
             Self::PeerLossTakenAsQuiet => "peer-loss-taken-as-quiet",
             Self::WrongBytesTaken => "wrong-bytes-taken",
             Self::HalfPromptHandedOver => "half-prompt-handed-over",
+            Self::UnequalTakenAsEqual => "unequal-taken-as-equal",
+            Self::NotCompared => "not-compared",
+            Self::CacheNotEvicted => "cache-not-evicted",
+            Self::RetryWithoutBudget => "retry-without-budget",
+            Self::RetryWithoutEnd => "retry-without-end",
+            Self::BreakerIgnored => "breaker-ignored",
         }
     }
 

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
 use kv_proto::{
-    BlockLayout, BlockOrder, Dtype, EngineId, Fingerprint, Incarnation, Rank, RegionKind, RegionLayout,
-    RequestId, Topology,
+    BlockLayout, BlockOrder, Dtype, EngineId, Fingerprint, Incarnation, Moment, Rank, RegionKind,
+    RegionLayout, RequestId, Topology,
 };
+use kv_recovery::RecoveryConfig;
 use kv_sched::{HoldId, SchedConfig, Scheduler};
 
 use super::canary::Canary;
@@ -15,6 +16,7 @@ use super::clock::Clock;
 use super::dice::Dice;
 use super::faults::FaultKind;
 use super::pool::Pool;
+use super::recovery::{Recovering, draw_config};
 use super::requests::Request;
 use super::worker::{WorkerNode, worker_config};
 use super::world::{Event, MS, Time, WorkerAt, World};
@@ -53,6 +55,16 @@ pub(super) struct Engine {
     pub(super) ticking: bool,
     /// An engine that schedules ahead: its plans reach the workers that much later than its answers leave it.
     pub(super) lag: Time,
+    /// It has said that it takes nothing new.
+    pub(super) draining: bool,
+    /// On D: it has a prefix cache.
+    pub(super) caches: bool,
+    /// On D: blocks are entered into the prefix cache when their load is ordered, and taken out again if it fails. Else
+    /// they are entered when they are good.
+    pub(super) enters_early: bool,
+    /// On D: what follows failed loads, unless it computes by itself whatever is missing.
+    pub(super) recovery_limits: Option<RecoveryConfig>,
+    pub(super) recovery: Option<Recovering>,
 }
 
 impl Engine {
@@ -75,12 +87,24 @@ impl Engine {
             handed_over: BTreeMap::new(),
             ticking: false,
             lag: if draw.chance(400) { draw.between(5, 40) * MS } else { 0 },
+            draining: false,
+            caches: draw.chance(500),
+            enters_early: draw.chance(700),
+            recovery_limits: draw.chance(700).then(|| draw_config(draw)),
+            recovery: None,
         }
     }
 
     /// Until when its scheduler process does not look at anything new, if it is so.
     pub(super) fn waits(&self, now: Time) -> Option<Time> {
         Some(self.paused_until.max(self.busy_until)).filter(|until| *until > now)
+    }
+
+    /// When one of the machines of its scheduler process wants to be called.
+    pub(super) fn next_deadline(&self) -> Option<Moment> {
+        let scheduler = self.scheduler.as_ref().and_then(Scheduler::next_deadline);
+        let recovery = self.recovery.as_ref().and_then(|recovery| recovery.machine.next_deadline());
+        scheduler.into_iter().chain(recovery).min()
     }
 
     pub(super) fn incarnation(index: usize, life: u32, same: bool) -> Incarnation {
@@ -114,7 +138,7 @@ impl World {
     /// Begins a life of an engine.
     pub(super) fn start_engine(&mut self, index: usize) {
         let same_life = self.has(Canary::SameLife);
-        let canary = self.canary;
+        let (canary, checksums) = (self.canary, self.checksums);
         let engine = &mut self.engines[index];
         engine.life += 1;
         engine.alive = true;
@@ -127,6 +151,11 @@ impl World {
         engine.requests.clear();
         engine.handed_over.clear();
         engine.ticking = false;
+        engine.draining = false;
+        engine.recovery = match (engine.role, &engine.recovery_limits) {
+            (Role::Consumer, Some(limits)) => Recovering::new(limits, canary),
+            (Role::Producer, _) | (_, None) => None,
+        };
         let Ok(id) = EngineId::new(format!("engine-{index}")) else { return };
         let layout = layout(size);
         let fingerprint = Fingerprint::of("model", &layout, topology);
@@ -167,7 +196,7 @@ impl World {
         engine.scheduler = Scheduler::new(config).ok();
         engine.workers = (0..engine.ranks)
             .map(|rank| {
-                let config = worker_config(id.clone(), incarnation, rank, topology, canary);
+                let config = worker_config(id.clone(), incarnation, rank, topology, checksums, canary);
                 WorkerNode::new(config, layout.clone(), fingerprint.clone())
             })
             .collect();
@@ -198,6 +227,7 @@ impl World {
         let engine = &mut self.engines[index];
         engine.alive = false;
         engine.scheduler = None;
+        engine.recovery = None;
         engine.card = None;
         let workers = std::mem::take(&mut engine.workers);
         for (rank, worker) in workers.into_iter().enumerate() {

@@ -52,6 +52,9 @@ pub enum FaultKind {
     ReadPartial,
     /// A transfer brings bytes that are not the source's, all of them in place when its transport notices.
     ReadWrong,
+    /// A transfer puts a wrong value into one cell and says that all is well. Only in worlds with checksums: without
+    /// them nobody can notice.
+    ReadCorrupt,
     /// A read is cancelled, or loses its peer, and goes on writing for long before its transport says that it is quiet.
     QuietLate,
     /// A report from a worker reaches the scheduler half late.
@@ -119,6 +122,7 @@ impl FaultKind {
         Self::ReadSlow,
         Self::ReadPartial,
         Self::ReadWrong,
+        Self::ReadCorrupt,
         Self::QuietLate,
         Self::ReportLate,
         Self::ReportTwice,
@@ -166,6 +170,7 @@ impl FaultKind {
             Self::ReadSlow => "read_slow",
             Self::ReadPartial => "read_partial",
             Self::ReadWrong => "read_wrong",
+            Self::ReadCorrupt => "read_corrupt",
             Self::QuietLate => "quiet_late",
             Self::ReportLate => "report_late",
             Self::ReportTwice => "report_twice",

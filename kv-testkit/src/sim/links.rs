@@ -301,6 +301,10 @@ impl World {
             (Some(Canary::CheckIgnored), WorkerMessage::NotHeld { .. }) => {
                 WorkerMessage::NotHeld { leases: Vec::new() }
             }
+            (
+                Some(Canary::UnequalTakenAsEqual),
+                WorkerMessage::Compared { lease, attempt, from, held, .. },
+            ) => WorkerMessage::Compared { lease, attempt, from, equal: u32::MAX, held },
             (Some(Canary::LapsedIgnored), WorkerMessage::Lapsed { lease, attempt }) => {
                 WorkerMessage::Confirmed { lease, attempt }
             }

@@ -12,15 +12,19 @@
 //! assert!(outcome.violations.is_empty(), "{:?}", outcome.violations);
 //! ```
 
+mod cache;
 mod canary;
 mod clock;
 mod dice;
+mod digests;
+mod ends;
 mod engine;
 mod faults;
 mod invariants;
 mod links;
 mod pool;
 mod reads;
+mod recovery;
 mod requests;
 mod steps;
 mod worker;

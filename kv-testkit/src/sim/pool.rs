@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use kv_proto::{BlockId, BlockList, LoadId, RequestId};
 use kv_sched::{HoldId, Verdict};
 
+use super::cache::PrefixCache;
 use super::canary::Canary;
 use super::engine::LAYERS;
 use super::invariants::Invariant;
@@ -20,6 +21,10 @@ const FOREIGN: u64 = 7;
 pub(super) struct Pool {
     pub(super) size: u32,
     free: Vec<u32>,
+    /// How many have each block: a consumer's requests share what they found in the cache.
+    users: Vec<u32>,
+    /// What a consumer's blocks are known to hold, used or free.
+    pub(super) cache: PrefixCache,
     pub(super) tags: Vec<Option<LoadId>>,
     pub(super) held: BTreeMap<HoldId, Vec<u32>>,
     /// Blocks of requests outside the story, and until when these take what they can get.
@@ -34,6 +39,8 @@ impl Pool {
         Self {
             size,
             free: (0..size).collect(),
+            users: vec![0; size as usize],
+            cache: PrefixCache::default(),
             tags: vec![None; size as usize],
             held: BTreeMap::new(),
             foreign: Vec::new(),
@@ -46,9 +53,24 @@ impl Pool {
         self.free.len()
     }
 
-    /// Takes so many blocks, if there are as many.
-    pub(super) fn take(&mut self, count: usize) -> Option<Vec<u32>> {
-        (self.free.len() >= count).then(|| self.free.drain(..count).collect())
+    /// Takes so many blocks, if there are as many. The first of them are these, which are in the cache; others leave it
+    /// when they are taken.
+    pub(super) fn take(&mut self, found: &[u32], count: usize) -> Option<Vec<u32>> {
+        let idle = found.iter().filter(|block| self.users[**block as usize] == 0).count();
+        let more = count.saturating_sub(found.len());
+        if self.free.len() < idle + more {
+            return None;
+        }
+        self.free.retain(|block| !found.contains(block));
+        let mut blocks = found.to_vec();
+        blocks.extend(self.free.drain(..more));
+        for block in &blocks[found.len()..] {
+            self.cache.evict(*block);
+        }
+        for block in &blocks {
+            self.users[*block as usize] += 1;
+        }
+        Some(blocks)
     }
 }
 
@@ -94,16 +116,30 @@ impl World {
         }
     }
 
-    /// Blocks go back to the pool, and their contents are gone.
+    /// What a block of a prompt must hold, for one layer and rank.
+    pub(super) fn content(&self, prompt: usize, position: usize, layer: usize, rank: usize) -> u64 {
+        stamp(self.origin(prompt, position), position, layer, rank)
+    }
+
+    /// A user lets go of blocks. Those without another one go back to the pool, and their contents are gone, unless the
+    /// cache knows what they hold.
     pub(super) fn release(&mut self, index: usize, blocks: &[u32]) {
         for block in blocks {
             if self.engines[index].pool.free.contains(block) {
                 let what = format!("block {block} of engine {index} is freed twice");
                 return self.violate(Invariant::Conserved, what);
             }
-            self.engines[index].pool.tags[*block as usize] = None;
-            self.engines[index].pool.free.push(*block);
-            self.fill(index, *block, |_, _| GARBAGE);
+            let pool = &mut self.engines[index].pool;
+            let users = &mut pool.users[*block as usize];
+            *users = users.saturating_sub(1);
+            if *users > 0 {
+                continue;
+            }
+            pool.tags[*block as usize] = None;
+            pool.free.push(*block);
+            if !pool.cache.holds(*block) {
+                self.fill(index, *block, |_, _| GARBAGE);
+            }
         }
         self.wake(index);
     }
@@ -159,6 +195,9 @@ impl World {
         let taken = std::mem::take(&mut pool.free);
         pool.foreign.extend(&taken);
         for block in taken {
+            let pool = &mut self.engines[index].pool;
+            pool.cache.evict(block);
+            pool.users[block as usize] = 1;
             self.fill(index, block, |_, _| FOREIGN);
         }
     }

@@ -28,6 +28,8 @@ pub(super) struct Read {
     doom: Option<Failure>,
     /// What it brings is not what the source holds.
     wrong: bool,
+    /// A destination cell that gets another value than the source's, which nobody says.
+    spoils: Option<usize>,
     /// If it ends early, writes go on for a while.
     quiet_late: bool,
     /// The transport was asked to end it.
@@ -59,7 +61,7 @@ impl World {
             self.tell(|| format!("the read of {load} will be slow"));
         }
         let cells = todo.len() as u64;
-        let mut wrong = false;
+        let (mut wrong, mut spoils) = (false, None);
         let mut ends_after = self.dice.between(1, 300) * MS;
         if self.strikes(FaultKind::ReadWrong) {
             doom = Some(Failure::new(LoadFailure::ReadFailed, "what arrived is not what was sent"));
@@ -86,6 +88,9 @@ impl World {
             if !self.has(Canary::LateWrite) {
                 todo.truncate(kept);
             }
+        } else if self.strikes(FaultKind::ReadCorrupt) {
+            spoils = todo.get(self.dice.below(cells) as usize).map(|(_, destination)| *destination);
+            self.tell(|| format!("the read of {load} will bring a wrong cell, and not say so"));
         }
         let read = self.fresh();
         self.tell(|| match &doom {
@@ -103,6 +108,7 @@ impl World {
             pace,
             doom,
             wrong,
+            spoils,
             quiet_late,
             cancelled: false,
             told: false,
@@ -144,7 +150,8 @@ impl World {
         };
         match self.source_cell(read.from, source) {
             Some(value) => {
-                self.write_cell(&read, destination, if read.wrong { WRONG ^ value } else { value })
+                let wrong = read.wrong || read.spoils == Some(destination);
+                self.write_cell(&read, destination, if wrong { WRONG ^ value } else { value })
             }
             None => {
                 // The owner is gone, and this transport notices.
@@ -230,6 +237,7 @@ impl World {
                     pace: MS,
                     doom: result.err(),
                     wrong: false,
+                    spoils: None,
                     quiet_late: false,
                     cancelled: false,
                     told: false,

@@ -25,6 +25,8 @@ pub(super) enum Stage {
     Running { left: u64, of: u64 },
     /// On D.
     Loading,
+    /// On D, between a load that failed and what follows from it.
+    Between,
 }
 
 #[derive(Debug, Clone)]
@@ -34,6 +36,12 @@ pub(super) struct Request {
     pub(super) stage: Stage,
     pub(super) blocks: Vec<u32>,
     pub(super) local_blocks: u32,
+    /// On D: the offer that came with it.
+    pub(super) offer: Option<Rc<TransferParams>>,
+    /// On D: blocks at the start that hold what they must.
+    pub(super) good: u32,
+    /// On D: how often a load of it was begun again.
+    pub(super) retries: u32,
     /// On P: tokens that will have been computed when it ends.
     computes: u32,
     /// On P: when every worker has the plan that announced it. No token is computed before, since the plan comes with
@@ -161,6 +169,9 @@ impl World {
                     stage: Stage::Waiting,
                     blocks: Vec::new(),
                     local_blocks: 0,
+                    offer: parsed.map(Rc::new),
+                    good: 0,
+                    retries: 0,
                     computes: 0,
                     announced_at: None,
                 };
@@ -264,10 +275,16 @@ impl World {
 
     fn preempt(&mut self, index: usize, id: &RequestId, request: &Request) {
         self.tell(|| format!("{id} is preempted on engine {index}"));
+        self.begin_anew(index, id, request);
+    }
+
+    /// A request lets go of its blocks and waits for others.
+    pub(super) fn begin_anew(&mut self, index: usize, id: &RequestId, request: &Request) {
         self.release(index, &request.blocks);
         if let Some(record) = self.engines[index].requests.get_mut(id) {
             record.stage = Stage::Waiting;
             record.blocks.clear();
+            record.good = 0;
         }
     }
 
@@ -277,64 +294,114 @@ impl World {
         let after = |left: u64| all * (of - left) as usize / of as usize;
         for position in after(left)..after(left - 1) {
             let Some(block) = request.blocks.get(position) else { return };
-            self.fill(index, *block, |layer, rank| stamp(request.prompt, position, layer, rank));
+            let origin = self.origin(request.prompt, position);
+            self.fill(index, *block, |layer, rank| stamp(origin, position, layer, rank));
         }
+    }
+
+    /// On D: what was missing was computed in the turns that are over.
+    fn compute_missing(&mut self, index: usize, request: &Request) {
+        for (position, block) in request.blocks.iter().enumerate().skip(request.good as usize) {
+            let origin = self.origin(request.prompt, position);
+            self.fill(index, *block, |layer, rank| stamp(origin, position, layer, rank));
+        }
+        self.enter(index, request.prompt, &request.blocks, 0..request.blocks.len(), false);
     }
 
     fn admit(&mut self, index: usize, id: &RequestId, request: &Request) {
         let tokens = self.prompt_len(request.prompt);
         let needed = tokens.div_ceil(BLOCK_TOKENS) as usize;
-        let Some(blocks) = self.engines[index].pool.take(needed) else { return };
-        // A consumer finds a part of the prompt in its own cache now and then, up to the whole of it.
+        let consumes = request.task == Task::Consumer;
+        let found = if consumes { self.cached_prefix(index, request.prompt) } else { Vec::new() };
+        let Some(blocks) = self.engines[index].pool.take(&found, needed) else { return };
+        // Now and then more of it was computed by requests outside the story, up to the whole.
         let full = tokens / BLOCK_TOKENS;
-        let cached = if request.task == Task::Consumer && self.dice.chance(300) {
-            self.dice.between(0, u64::from(full)) as u32
-        } else {
-            0
-        };
+        let mut cached = found.len() as u32;
+        if consumes && self.dice.chance(200) {
+            cached = cached.max(self.dice.between(0, u64::from(full)) as u32);
+        }
         let mut computes = tokens;
         if request.task == Task::Producer && self.strikes(FaultKind::PrefillShort) {
             computes = self.dice.below(u64::from(tokens)) as u32;
             self.tell(|| format!("{id} will end after {computes} of {tokens} tokens"));
         }
-        let local_tokens = cached * BLOCK_TOKENS;
-        let engine = &mut self.engines[index];
-        let Some(scheduler) = &mut engine.scheduler else { return };
-        let remote = scheduler.remote_tokens(id, local_tokens);
-        let now = engine.clock.read(self.now);
         let turns = self.dice.between(1, 6);
-        let mut stage = Stage::Running { left: turns, of: turns };
-        if request.task == Task::Consumer {
-            match scheduler.blocks_allocated(now, id, local_tokens, remote, &[ids(&blocks)]) {
-                Ok(()) if remote > 0 => stage = Stage::Loading,
-                Ok(()) => {}
-                Err(error) => {
-                    let what = format!("blocks of {id} refused on engine {index}: {error}");
-                    return self.violate(Invariant::Calm, what);
-                }
-            }
-        }
-        if let Some(record) = engine.requests.get_mut(id) {
+        if let Some(record) = self.engines[index].requests.get_mut(id) {
             record.blocks.clone_from(&blocks);
-            record.stage = stage;
+            record.stage = Stage::Running { left: turns, of: turns };
             record.local_blocks = cached;
+            record.good = cached;
             record.computes = computes;
         }
-        for (position, block) in blocks.iter().enumerate() {
+        for (position, block) in blocks.iter().enumerate().skip(found.len()) {
             let known = position < cached as usize;
-            self.fill(index, *block, |layer, rank| {
-                if known { stamp(request.prompt, position, layer, rank) } else { GARBAGE }
-            });
+            let origin = self.origin(request.prompt, position);
+            self.fill(
+                index,
+                *block,
+                |layer, rank| {
+                    if known { stamp(origin, position, layer, rank) } else { GARBAGE }
+                },
+            );
+        }
+        if consumes {
+            self.begin_here(index, id, found.len());
         }
     }
 
-    fn prompt_len(&self, prompt: usize) -> u32 {
+    /// A consumer's request has its blocks, the first of them from the cache.
+    fn begin_here(&mut self, index: usize, id: &RequestId, found: usize) {
+        let Some(request) = self.engines[index].requests.get(id).cloned() else { return };
+        self.cache_hits += found as u64;
+        if found > 0 {
+            self.tell(|| format!("{id} finds {found} blocks in the cache of D {index}"));
+        }
+        self.judge(index, id, &request, found);
+        self.enter(index, request.prompt, &request.blocks, found..request.good as usize, false);
+        let local_tokens = request.good * BLOCK_TOKENS;
+        let engine = &self.engines[index];
+        let mut remote = engine.scheduler.as_ref().map_or(0, |s| s.remote_tokens(id, local_tokens));
+        if remote > 0 && !self.load_may_begin(index, id, &request) {
+            if let Some(scheduler) = &mut self.engines[index].scheduler {
+                scheduler.request_declined(id);
+            }
+            remote = 0;
+        }
+        let now = self.engines[index].clock.read(self.now);
+        self.order_load(index, id, now, (local_tokens, remote));
+    }
+
+    /// The prompt that a block's content is first of.
+    pub(super) fn origin(&self, prompt: usize, position: usize) -> usize {
+        let known = self.prompts.get(prompt).and_then(|prompt| prompt.origin.get(position));
+        known.copied().unwrap_or(prompt)
+    }
+
+    /// Blocks of a prompt that are full.
+    pub(super) fn full_blocks(&self, prompt: usize) -> usize {
+        (self.prompt_len(prompt) / BLOCK_TOKENS) as usize
+    }
+
+    /// A prompt's tokens, as its consumer has them.
+    pub(super) fn tokens_of(&self, prompt: usize) -> Vec<u32> {
+        let mut tokens = self.prompts[prompt % CHANGED].tokens.clone();
+        if prompt >= CHANGED {
+            tokens[0] += 7;
+        }
+        tokens
+    }
+
+    pub(super) fn prompt_len(&self, prompt: usize) -> u32 {
         self.prompts[prompt % CHANGED].tokens.len() as u32
     }
 
     /// A request has run to its end.
     fn complete(&mut self, index: usize, id: &RequestId) {
         let Some(request) = self.engines[index].requests.remove(id) else { return };
+        if request.task == Task::Consumer {
+            self.compute_missing(index, &request);
+            self.recovery_over(index, id);
+        }
         let pretends = self.has(Canary::HalfPromptHandedOver);
         let whole = self.prompt_len(request.prompt);
         let end = RequestEnd::Complete {
@@ -378,6 +445,12 @@ impl World {
         let Some(scheduler) = &mut engine.scheduler else { return };
         let finish = scheduler.request_finished(engine.clock.read(self.now), id, &RequestEnd::Aborted);
         self.tell(|| format!("the client of {id} is gone, engine {index}: {:?}", finish.verdict));
+        if request.stage == Stage::Loading {
+            for block in request.blocks.iter().skip(request.good as usize) {
+                self.engines[index].pool.cache.evict(*block);
+            }
+        }
+        self.recovery_over(index, id);
         self.follow(index, id, &request.blocks, finish.verdict);
         self.wake(index);
     }

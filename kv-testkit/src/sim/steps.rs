@@ -4,14 +4,10 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use kv_proto::{BlockId, ConsumerOrder, Plan, PullEnd, Rank, Report, RequestId};
-use kv_sched::{HoldId, LoadResult, SchedEvent, Scheduler};
+use kv_sched::{HoldId, LoadResult, SchedEvent};
 
 use super::canary::Canary;
-use super::engine::{BLOCK_TOKENS, LAYERS};
 use super::faults::FaultKind;
-use super::invariants::Invariant;
-use super::pool::stamp;
-use super::requests::{Request, Stage};
 use super::world::{Event, MS, Time, WorkerAt, World};
 
 impl World {
@@ -37,6 +33,7 @@ impl World {
         }
         engine.ticking = false;
         self.take_events(index);
+        self.recover(index);
         self.take_foreign(index);
         let names: Vec<RequestId> = self.engines[index].requests.keys().cloned().collect();
         for id in names {
@@ -49,11 +46,11 @@ impl World {
             self.engines[index].busy_until = self.now + wait;
         }
         let engine = &self.engines[index];
-        let deadline = engine.scheduler.as_ref().and_then(Scheduler::next_deadline);
+        let deadline = engine.next_deadline();
         if !engine.requests.is_empty() {
             self.wake(index);
         } else if let Some(deadline) = deadline {
-            // Asleep until a deadline of the scheduler half; another event wakes it earlier.
+            // Asleep until a deadline of one of its machines; another event wakes it earlier.
             let when = self.engines[index].clock.when(deadline);
             self.at(when.max(self.now + MS), Event::Tick { engine: index, life });
         }
@@ -195,6 +192,7 @@ impl World {
         let engine = &mut self.engines[index];
         let life = engine.life;
         let Some(scheduler) = &mut engine.scheduler else { return };
+        engine.draining = true;
         scheduler.drain(engine.clock.read(now), Duration::from_micros(limit));
         self.tell(|| format!("engine {index} drains for {} ms", limit / MS));
         self.after(limit + back_after, Event::Resume { engine: index, life });
@@ -209,83 +207,7 @@ impl World {
         }
         let Some(scheduler) = &mut engine.scheduler else { return };
         scheduler.resume();
+        engine.draining = false;
         self.tell(|| format!("engine {index} takes new hand-overs again"));
-    }
-
-    fn load_ended(&mut self, index: usize, id: &RequestId, result: LoadResult) {
-        let Some(request) = self.engines[index].requests.get(id).cloned() else {
-            return self.violate(Invariant::EndsOnce, format!("a load of {id} ends, which is not there"));
-        };
-        if request.stage != Stage::Loading {
-            return self
-                .violate(Invariant::EndsOnce, format!("a load of {id} ends, which is {:?}", request.stage));
-        }
-        self.tell(|| format!("the load of {id} on D {index} ends: {}", short(&result)));
-        let taken_as_good = self.has(Canary::FailedTakenAsLoaded);
-        let mut blocks = request.blocks.clone();
-        match result {
-            LoadResult::Loaded { .. } => {
-                self.loaded += 1;
-                self.judge(index, id, &request, usize::MAX);
-            }
-            LoadResult::Failed { .. } if taken_as_good => {
-                self.failed += 1;
-                self.judge(index, id, &request, usize::MAX);
-            }
-            LoadResult::Failed { hold, reason, valid_tokens, .. } => {
-                self.failed += 1;
-                // What is kept of it is used like what was loaded.
-                let kept = valid_tokens / BLOCK_TOKENS;
-                if kept > request.local_blocks {
-                    self.kept += 1;
-                    self.judge(index, id, &request, kept as usize);
-                }
-                if self.faults.is_empty() {
-                    let what = format!("no fault, and yet the load of {id} fails: {}", reason.name());
-                    self.violate(Invariant::Calm, what);
-                }
-                if let Some(hold) = hold {
-                    let lost = blocks.split_off(request.local_blocks as usize);
-                    self.engines[index].pool.held.insert(hold, lost);
-                }
-            }
-        }
-        for block in &blocks {
-            self.engines[index].pool.tags[*block as usize] = None;
-        }
-        // Whatever is missing is computed here, which takes the same turns.
-        let turns = self.dice.between(1, 6);
-        if let Some(record) = self.engines[index].requests.get_mut(id) {
-            record.blocks = blocks;
-            record.stage = Stage::Running { left: turns, of: turns };
-        }
-    }
-
-    /// So many blocks, or all, were reported good: they must hold this prompt's content, each at its place.
-    fn judge(&mut self, index: usize, id: &RequestId, request: &Request, blocks: usize) {
-        let engine = &self.engines[index];
-        let size = engine.pool.size as usize;
-        for (position, block) in request.blocks.iter().enumerate().take(blocks) {
-            for (rank, worker) in engine.workers.iter().enumerate() {
-                for layer in 0..LAYERS {
-                    let holds = worker.memory[layer * size + *block as usize];
-                    let wanted = stamp(request.prompt, position, layer, rank);
-                    if holds != wanted {
-                        let what = format!(
-                            "{id} on D {index} was reported loaded, but block {position} (rank {rank}, layer {layer}) \
-                             holds {holds} instead of {wanted}"
-                        );
-                        return self.violate(Invariant::Content, what);
-                    }
-                }
-            }
-        }
-    }
-}
-
-fn short(result: &LoadResult) -> String {
-    match result {
-        LoadResult::Loaded { tokens, .. } => format!("{tokens} tokens loaded"),
-        LoadResult::Failed { reason, detail, .. } => format!("failed, {} ({detail})", reason.name()),
     }
 }

@@ -82,6 +82,7 @@ pub(super) fn worker_config(
     incarnation: Incarnation,
     rank: usize,
     topology: Topology,
+    checksums: bool,
     canary: Option<Canary>,
 ) -> WorkerConfig {
     let mut limits = LIMITS;
@@ -90,7 +91,8 @@ pub(super) fn worker_config(
         Some(Canary::PeersNeverForgotten) => limits.peer_idle = EVER,
         _ => {}
     }
-    WorkerConfig { engine, incarnation, rank: Rank(rank as u32), topology, checksums: false, limits }
+    let checksums = checksums && canary != Some(Canary::NotCompared);
+    WorkerConfig { engine, incarnation, rank: Rank(rank as u32), topology, checksums, limits }
 }
 
 impl WorkerNode {
@@ -269,9 +271,8 @@ impl World {
             Decision::Send { link, message } => self.send(at, link, message),
             Decision::Read { load, link, parts } => self.begin_read(at, load, link, &parts),
             Decision::CancelRead { load } => self.cancel_read(at, load),
-            // No worker of a world wants checksums, so none is asked for any.
-            Decision::Digest { .. } => {}
-            // The world has no self of its own; the machine counts silence as a failed check.
+            Decision::Digest { of, groups } => self.digest(at, of, groups),
+            // Nothing of this world is read without a connection of its own; silence counts as a failed check.
             Decision::CheckSelf => {}
         }
     }

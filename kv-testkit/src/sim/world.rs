@@ -14,7 +14,8 @@ use serde_json::Value;
 
 use super::canary::Canary;
 use super::dice::Dice;
-use super::engine::{Engine, Role};
+use super::digests::Digesting;
+use super::engine::{BLOCK_TOKENS, Engine, Role};
 use super::faults::{FaultKind, FaultPlan};
 use super::invariants::{self, Invariant, Violation};
 use super::links::Link;
@@ -63,6 +64,7 @@ pub(super) enum Event {
     Message { link: u64, to_producer: bool, bytes: Vec<u8> },
     ReadPiece { read: u64 },
     ReadEnd { read: u64 },
+    Digested(Box<Digesting>),
     Timer { at: WorkerAt },
     ClientGone { engine: usize, life: u32, id: RequestId },
     Die { engine: usize, back_after: Option<Time> },
@@ -134,6 +136,14 @@ pub struct Outcome {
     pub failed: u64,
     /// Of these, how many kept blocks that had been read and confirmed before the failure.
     pub kept: u64,
+    /// Loads that were begun again after a failure.
+    pub retried: u64,
+    /// Of these, how many ended well.
+    pub recovered: u64,
+    /// Loads that did not begin because their producer's breaker was open.
+    pub refused: u64,
+    /// Blocks that consumers took from their own prefix caches.
+    pub cache_hits: u64,
     /// Events that happened.
     pub events: u64,
     /// The story, if it was asked for: times in milliseconds.
@@ -144,10 +154,30 @@ pub struct Outcome {
 #[derive(Debug, Clone)]
 pub(super) struct Prompt {
     pub(super) tokens: Vec<u32>,
+    /// The prompt that each block's content is first of: another one, as far as this one begins like it.
+    pub(super) origin: Vec<usize>,
     pub(super) producer: usize,
     pub(super) consumer: usize,
     /// It has reached its producer.
     pub(super) sent: bool,
+}
+
+impl Prompt {
+    /// It begins like an earlier prompt, as prompts with the same instructions do, and mostly goes to the same consumer.
+    fn begin_like(&mut self, earlier: &[Self], draw: &mut Dice) {
+        let Some(other) = earlier.get(draw.below(earlier.len() as u64) as usize) else { return };
+        let most = self.tokens.len().min(other.tokens.len()) / BLOCK_TOKENS as usize;
+        if most == 0 {
+            return;
+        }
+        let blocks = draw.between(1, most as u64) as usize;
+        let tokens = blocks * BLOCK_TOKENS as usize;
+        self.tokens[..tokens].copy_from_slice(&other.tokens[..tokens]);
+        self.origin[..blocks].copy_from_slice(&other.origin[..blocks]);
+        if draw.chance(700) {
+            self.consumer = other.consumer;
+        }
+    }
 }
 
 /// The world.
@@ -169,6 +199,8 @@ pub(super) struct World {
     pub(super) graveyard: BTreeMap<WorkerAt, Vec<u64>>,
     /// Whether the transport of this world reads from dead processes' memory, as shared memory does.
     pub(super) reads_outlive_owner: bool,
+    /// Whether loads count only if P found the digests of their blocks equal to its own.
+    pub(super) checksums: bool,
     pub(super) next_id: u64,
     queue: BinaryHeap<Reverse<Scheduled>>,
     next_event: u64,
@@ -177,6 +209,10 @@ pub(super) struct World {
     pub(super) loaded: u64,
     pub(super) failed: u64,
     pub(super) kept: u64,
+    pub(super) retried: u64,
+    pub(super) recovered: u64,
+    pub(super) refused: u64,
+    pub(super) cache_hits: u64,
     trace: bool,
     story: Vec<(f64, String)>,
     seed: u64,
@@ -205,15 +241,25 @@ impl World {
             engines.push(Engine::new(role, ranks, &mut draw));
         }
         let requests = draw.between(2, 12) as usize;
-        let prompts: Vec<Prompt> = (0..requests)
-            .map(|number| Prompt {
+        let mut prompts: Vec<Prompt> = Vec::new();
+        for number in 0..requests {
+            let mut prompt = Prompt {
                 tokens: (0..draw.between(1, 22)).map(|i| (number as u32 + 1) * 100 + i as u32).collect(),
+                origin: Vec::new(),
                 producer: draw.below(producers as u64) as usize,
                 consumer: producers + draw.below(consumers as u64) as usize,
                 sent: false,
-            })
-            .collect();
+            };
+            prompt.origin = vec![number; prompt.tokens.len().div_ceil(BLOCK_TOKENS as usize)];
+            if draw.chance(500) {
+                prompt.begin_like(&prompts, &mut draw);
+            }
+            prompts.push(prompt);
+        }
         let reads_outlive_owner = draw.chance(400);
+        let checksums = draw.chance(400);
+        // Without checksums a transport that corrupts is outside of the promise.
+        let faults = if checksums { faults } else { faults.without(FaultKind::ReadCorrupt) };
         let mut world = Self {
             now: 0,
             dice,
@@ -229,6 +275,7 @@ impl World {
             routed: Vec::new(),
             graveyard: BTreeMap::new(),
             reads_outlive_owner,
+            checksums,
             next_id: 1,
             queue: BinaryHeap::new(),
             next_event: 0,
@@ -237,6 +284,10 @@ impl World {
             loaded: 0,
             failed: 0,
             kept: 0,
+            retried: 0,
+            recovered: 0,
+            refused: 0,
+            cache_hits: 0,
             trace: settings.trace,
             story: Vec::new(),
             seed,
@@ -383,6 +434,7 @@ impl World {
             Event::Message { link, to_producer, bytes } => self.message(link, to_producer, bytes),
             Event::ReadPiece { read } => self.read_piece(read),
             Event::ReadEnd { read } => self.read_end(read),
+            Event::Digested(ended) => self.digested(ended),
             Event::Timer { at } => self.timer(at),
             Event::ClientGone { engine, life, id } => self.client_gone(engine, life, &id),
             Event::Die { engine, back_after } => self.die(engine, back_after),
@@ -419,6 +471,10 @@ impl World {
             loaded: self.loaded,
             failed: self.failed,
             kept: self.kept,
+            retried: self.retried,
+            recovered: self.recovered,
+            refused: self.refused,
+            cache_hits: self.cache_hits,
             events: self.events,
             story: self.story,
         }

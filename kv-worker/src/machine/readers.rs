@@ -32,8 +32,14 @@ enum TimerKey {
 /// Whether this worker looks at itself, as a consumer would.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum SelfCheck {
-    Idle { not_before: Moment },
-    Running { until: Moment },
+    Idle,
+    Running {
+        until: Moment,
+    },
+    /// The last one is over; the next begins no sooner.
+    Resting {
+        until: Moment,
+    },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -88,7 +94,7 @@ impl Readers {
             ledger,
             links: BTreeMap::new(),
             questions: Questions::default(),
-            self_check: SelfCheck::Idle { not_before: Moment::START },
+            self_check: SelfCheck::Idle,
             timers: Timers::default(),
             stats: ReaderStats::default(),
         }
@@ -284,8 +290,9 @@ impl Readers {
     /// A load from here failed. Many may fail at once: one look is enough for a while.
     fn check_self(&mut self, now: Moment, config: &WorkerConfig, out: &mut Vec<Decision>) {
         match self.self_check {
-            SelfCheck::Idle { not_before } if not_before <= now => {}
-            SelfCheck::Idle { .. } | SelfCheck::Running { .. } => return,
+            SelfCheck::Idle => {}
+            SelfCheck::Resting { until } if until <= now => {}
+            SelfCheck::Resting { .. } | SelfCheck::Running { .. } => return,
         }
         let until = now + config.limits.connect + config.limits.read + config.limits.stall;
         self.self_check = SelfCheck::Running { until };
@@ -298,7 +305,9 @@ impl Readers {
     pub fn self_checked(&mut self, now: Moment, config: &WorkerConfig, good: bool) {
         let SelfCheck::Running { until } = self.self_check else { return };
         self.timers.clear(until, TimerKey::SelfCheck);
-        self.self_check = SelfCheck::Idle { not_before: now + config.limits.self_check_every };
+        let rest = config.limits.self_check_every;
+        self.self_check =
+            if rest.is_zero() { SelfCheck::Idle } else { SelfCheck::Resting { until: now + rest } };
         self.stats.self_checks_failed += u64::from(!good);
     }
 
@@ -358,7 +367,7 @@ impl Readers {
                     if let SelfCheck::Running { until } = self.self_check
                         && until <= now
                     {
-                        self.self_check = SelfCheck::Idle { not_before: now };
+                        self.self_check = SelfCheck::Idle;
                         self.stats.self_checks_failed += 1;
                     }
                 }

@@ -1,5 +1,5 @@
 //! **P6: no table has grown.** In the end the tables of every worker are empty: no lease is remembered, no pull, no
-//! producer, no deadline; and between the workers no connection is open and no read goes on.
+//! producer, no deadline; the recovery machine of a consumer remembers no request and no producer; and between the workers no connection is open and no read goes on.
 
 use super::super::world::World;
 use super::Invariant;
@@ -18,6 +18,12 @@ pub(super) fn judge(world: &mut World) {
                 ));
             } else if let Some(deadline) = worker.machine.next_deadline() {
                 left.push(format!("worker {rank} waits for {deadline}"));
+            }
+        }
+        if let Some(machine) = world.engines[index].recovery.as_ref().map(|recovery| &recovery.machine) {
+            let (requests, peers) = (machine.request_count(), machine.peer_count());
+            if requests > 0 || peers > 0 || machine.next_deadline().is_some() {
+                left.push(format!("the recovery machine has {requests} requests, {peers} producers"));
             }
         }
         if !left.is_empty() {

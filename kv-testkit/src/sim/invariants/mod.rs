@@ -9,6 +9,7 @@ mod healed;
 pub(super) mod in_time;
 mod no_hang;
 mod quiet;
+pub(super) mod sparing;
 
 use super::world::World;
 
@@ -33,6 +34,8 @@ pub enum Invariant {
     Bounded,
     /// P4, P1: see `in_time.rs`.
     InTime,
+    /// P8: see `sparing.rs`.
+    Sparing,
 }
 
 impl Invariant {
@@ -47,6 +50,7 @@ impl Invariant {
         Self::Calm,
         Self::Bounded,
         Self::InTime,
+        Self::Sparing,
     ];
 
     /// A word for tables.
@@ -61,6 +65,7 @@ impl Invariant {
             Self::Calm => calm::NAME,
             Self::Bounded => bounded::NAME,
             Self::InTime => in_time::NAME,
+            Self::Sparing => sparing::NAME,
         }
     }
 }

@@ -1,0 +1,167 @@
+//! Ends of loads in a simulated world: what the engine makes of them, and what memory really holds.
+
+use std::num::NonZeroU32;
+
+use kv_proto::{BlockId, BlockList, RequestId};
+use kv_recovery::{BlockRef, GroupTable, Holder, LoadState, Need, Policy, Situation};
+use kv_sched::LoadResult;
+
+use super::canary::Canary;
+use super::engine::{BLOCK_TOKENS, LAYERS};
+use super::invariants::Invariant;
+use super::requests::{Request, Stage};
+use super::world::World;
+
+impl World {
+    pub(super) fn load_ended(&mut self, index: usize, id: &RequestId, result: LoadResult) {
+        let Some(request) = self.engines[index].requests.get(id).cloned() else {
+            return self.violate(Invariant::EndsOnce, format!("a load of {id} ends, which is not there"));
+        };
+        if request.stage != Stage::Loading {
+            return self
+                .violate(Invariant::EndsOnce, format!("a load of {id} ends, which is {:?}", request.stage));
+        }
+        self.tell(|| format!("the load of {id} on D {index} ends: {}", short(&result)));
+        // What is held may still be written.
+        let held = matches!(result, LoadResult::Failed { hold: Some(_), .. });
+        let quiet = if held { request.local_blocks as usize } else { request.blocks.len() };
+        for (position, block) in request.blocks.iter().enumerate() {
+            let pool = &mut self.engines[index].pool;
+            if position < quiet {
+                pool.tags[*block as usize] = None;
+            }
+            pool.cache.settle(*block);
+        }
+        match &result {
+            LoadResult::Loaded { .. } => {
+                self.loaded += 1;
+                self.recovered += u64::from(request.retries > 0);
+            }
+            LoadResult::Failed { .. } => self.failed += 1,
+        }
+        match result {
+            LoadResult::Failed { .. } if !self.has(Canary::FailedTakenAsLoaded) => {
+                self.load_failed(index, id, request, result);
+            }
+            LoadResult::Loaded { .. } | LoadResult::Failed { .. } => {
+                self.judge(index, id, &request, usize::MAX);
+                self.enter(index, request.prompt, &request.blocks, 0..request.blocks.len(), false);
+                self.load_was_good(index, id, &request);
+                if let Some(record) = self.engines[index].requests.get_mut(id) {
+                    record.good = record.blocks.len() as u32;
+                }
+                self.run_on(index, id);
+            }
+        }
+    }
+
+    fn load_failed(&mut self, index: usize, id: &RequestId, request: Request, result: LoadResult) {
+        let LoadResult::Failed { hold, reason, valid_tokens, invalid, .. } = result else { return };
+        // What is kept of it is used like what was loaded.
+        let kept = valid_tokens / BLOCK_TOKENS;
+        if kept > request.local_blocks {
+            self.kept += 1;
+            self.judge(index, id, &request, kept as usize);
+        }
+        if self.faults.is_empty() {
+            let what = format!("no fault, and yet the load of {id} fails: {}", reason.name());
+            self.violate(Invariant::Calm, what);
+        }
+        let keep_tokens = self.cut(index, id, &invalid);
+        let mut blocks = request.blocks.clone();
+        if let Some(hold) = hold {
+            let lost = blocks.split_off(request.local_blocks as usize);
+            self.engines[index].pool.held.insert(hold, lost);
+        }
+        if let Some(record) = self.engines[index].requests.get_mut(id) {
+            record.blocks = blocks;
+            record.good = keep_tokens / BLOCK_TOKENS;
+            record.stage = Stage::Between;
+        }
+        self.ask_recovery(index, id, &request, reason, keep_tokens);
+    }
+
+    /// What invalid blocks do to the requests and the cache of an engine. Returns the tokens that the request of the
+    /// failed load keeps.
+    fn cut(&mut self, index: usize, id: &RequestId, invalid: &[BlockList]) -> u32 {
+        let engine = &self.engines[index];
+        let tables: Vec<(&RequestId, &Request, Vec<BlockId>)> = engine
+            .requests
+            .iter()
+            .map(|(key, request)| (key, request, request.blocks.iter().copied().map(BlockId).collect()))
+            .collect();
+        let block_tokens = NonZeroU32::new(BLOCK_TOKENS).unwrap_or(NonZeroU32::MIN);
+        let holders: Vec<Holder<'_, &RequestId>> = tables
+            .iter()
+            .map(|(key, request, blocks)| {
+                let good_tokens = request.good * BLOCK_TOKENS;
+                let all = self.prompt_len(request.prompt);
+                // The others stand on what is good; whatever else they have is being written.
+                let computed = if *key == id { all } else { good_tokens.min(all) };
+                let table = GroupTable { group: 0, block_tokens, blocks, need: Need::All };
+                let state = if engine.enters_early {
+                    LoadState::Running
+                } else {
+                    LoadState::Parked { cached_tokens: good_tokens }
+                };
+                Holder { key: *key, tables: vec![table], computed, scheduled: 0, state, lost: false }
+            })
+            .collect();
+        let judged = kv_recovery::judge(&Situation {
+            requests: &holders,
+            invalid: &BlockRef::of_lists(invalid),
+            pool: engine.pool.size,
+            null: None,
+            policy: Policy::Recompute,
+        });
+        let keep = judged.cuts.iter().find(|cut| cut.key == id).map_or(0, |cut| cut.keep_tokens);
+        let other = judged.cuts.iter().find(|cut| cut.affected && cut.key != id).map(|cut| cut.key.clone());
+        if !self.has(Canary::CacheNotEvicted) {
+            for BlockRef { block: BlockId(block), .. } in judged.evict {
+                self.engines[index].pool.cache.evict(block);
+            }
+        }
+        if let Some(other) = other {
+            let what =
+                format!("the failed load of {id} on D {index} spoils {other}, which had no part of it");
+            self.violate(Invariant::Content, what);
+        }
+        keep
+    }
+
+    /// A request has what it can get, and whatever is missing is computed here, which takes the same turns.
+    pub(super) fn run_on(&mut self, index: usize, id: &RequestId) {
+        let turns = self.dice.between(1, 6);
+        if let Some(record) = self.engines[index].requests.get_mut(id) {
+            record.stage = Stage::Running { left: turns, of: turns };
+        }
+    }
+
+    /// So many blocks, or all, are taken as good: they must hold this prompt's content, each at its place.
+    pub(super) fn judge(&mut self, index: usize, id: &RequestId, request: &Request, blocks: usize) {
+        let engine = &self.engines[index];
+        let size = engine.pool.size as usize;
+        for (position, block) in request.blocks.iter().enumerate().take(blocks) {
+            for (rank, worker) in engine.workers.iter().enumerate() {
+                for layer in 0..LAYERS {
+                    let holds = worker.memory[layer * size + *block as usize];
+                    let wanted = self.content(request.prompt, position, layer, rank);
+                    if holds != wanted {
+                        let what = format!(
+                            "{id} on D {index} takes block {position} as good, but it (rank {rank}, layer {layer}) \
+                             holds {holds} instead of {wanted}"
+                        );
+                        return self.violate(Invariant::Content, what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn short(result: &LoadResult) -> String {
+    match result {
+        LoadResult::Loaded { tokens, .. } => format!("{tokens} tokens loaded"),
+        LoadResult::Failed { reason, detail, .. } => format!("failed, {} ({detail})", reason.name()),
+    }
+}
