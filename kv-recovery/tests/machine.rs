@@ -86,6 +86,22 @@ fn a_retry_waits_starts_and_ends_with_the_fallback_when_its_attempts_are_spent()
 }
 
 #[test]
+fn a_probe_that_ends_without_a_word_about_its_producer_makes_room_for_another() {
+    let mut m = machine(config());
+    failed(&mut m, 0, facts(1, "p", LoadFailure::ConnectFailed));
+    passed(&mut m, 1000);
+    assert_eq!(m.admit(at(1000), &"p"), Admission::Probe);
+    m.load_abandoned(at(1001), &"p");
+    assert_eq!(m.admit(at(1002), &"p"), Admission::Probe, "its request went away");
+    failed(&mut m, 1003, facts(2, "p", LoadFailure::BadBlocks));
+    assert_eq!(m.admit(at(1004), &"p"), Admission::Probe, "its failure was the offer's");
+    // It is no amnesty: a producer that is not being probed stays as it is.
+    failed(&mut m, 1005, facts(3, "p", LoadFailure::ConnectFailed));
+    m.load_abandoned(at(1006), &"p");
+    assert!(matches!(m.admit(at(1006), &"p"), Admission::Refuse { .. }));
+}
+
+#[test]
 fn a_load_that_lacks_nothing_is_not_tried_again() {
     let mut m = machine(RecoveryConfig { fallback: Fallback::Fail, ..config() });
     let whole = facts(1, "p", LoadFailure::ConfirmTimedOut);

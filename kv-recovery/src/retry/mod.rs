@@ -164,6 +164,12 @@ impl<K: Ord + Clone + Hash, P: Ord + Clone> Recovery<K, P> {
         admission
     }
 
+    /// A load that was admitted ended without a word about its producer: its request went away, or the engine did without
+    /// it. If it was the probe of a half-open breaker, another may be sent now and need not wait for its time to be over.
+    pub fn load_abandoned(&mut self, now: Moment, peer: &P) {
+        self.peers.probe_void(now, &self.config, peer);
+    }
+
     /// A load failed, and its destination blocks are quiet. One decision follows: in `out` now, or from
     /// [`Recovery::time_passed`] at [`Recovery::waits_until`]. A second report about a request that waits is counted
     /// and changes nothing.
@@ -182,11 +188,12 @@ impl<K: Ord + Clone + Hash, P: Ord + Clone> Recovery<K, P> {
             }
             None => 0,
         };
+        let first = !self.requests.contains_key(&facts.key);
         let probe = matches!(self.remove(&facts.key), Some(Record::Trying { probe: true, .. }));
         *self.stats.failures.entry(facts.reason).or_default() += 1;
         let advice = advice(facts.reason);
         let (config, stats) = (&self.config, &mut self.stats);
-        if probe && advice.evidence == Evidence::Nothing {
+        if (probe || first) && advice.evidence == Evidence::Nothing {
             self.peers.probe_void(now, config, &facts.peer);
         }
         self.peers.failed(now, config, &facts.peer, facts.reason, advice.evidence, stats);

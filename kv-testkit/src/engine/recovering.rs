@@ -145,9 +145,13 @@ impl Recovering {
         }
     }
 
-    pub(super) fn gone(&mut self, request: u64) {
+    /// A request went away, perhaps with a load from this producer under way.
+    pub(super) fn gone(&mut self, request: u64, loading_from: Option<&PeerLocator>) {
         let now = self.now();
         if let Some(machine) = &mut self.machine {
+            if let Some(peer) = loading_from {
+                machine.load_abandoned(now, peer);
+            }
             machine.request_gone(now, &request);
             // Nothing waits here for an attempt, so nothing is decided; peers that were quiet for long are forgotten.
             machine.time_passed(now, &mut Vec::new());

@@ -111,7 +111,7 @@ impl Core {
         let next = match next {
             Next::Elsewhere(n) if !self.load_from(number, n, others, valid_tokens) => {
                 // The attempt that was decided on is not made.
-                self.recovering.gone(number);
+                self.recovering.gone(number, None);
                 Next::ResumeFrom(valid_tokens)
             }
             next => next,
