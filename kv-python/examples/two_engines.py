@@ -1,6 +1,6 @@
 """Two engines in one process: P computes a prompt's KV, D gets it over TCP. Needs numpy, and nothing else.
 
-    python examples/two_engines.py
+python examples/two_engines.py
 """
 
 import numpy as np

@@ -176,6 +176,7 @@ fn after_a_peers_death_no_further_request_spends_a_time_limit_on_it() {
     assert_eq!((m.stats().loads_refused, m.stats().breakers_opened, m.stats().refused_by_breaker), (4, 1, 2));
 }
 
+// H-30
 #[test]
 fn one_probe_finds_out_whether_a_peer_is_back_and_each_failure_doubles_the_wait() {
     let mut m = machine(RecoveryConfig { open_max: Duration::from_secs(3), ..config() });
@@ -233,6 +234,7 @@ fn a_probe_that_says_nothing_makes_room_for_another() {
     assert_eq!(m.breaker(&"p"), BreakerState::HalfOpen);
 }
 
+// H-30
 #[test]
 fn budgets_keep_a_storm_away() {
     let mut m = machine(RecoveryConfig { budget: 5, peer_budget: 3, open_after: 1000, ..config() });

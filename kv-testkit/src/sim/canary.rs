@@ -83,11 +83,11 @@ pub enum Canary {
     NotCompared,
     /// P8: blocks of a failed load stay in D's prefix cache.
     CacheNotEvicted,
-    /// A failed load is tried again however many others were.
+    /// H-30: a failed load is tried again however many others were.
     RetryWithoutBudget,
-    /// A failed load is tried again however often it was.
+    /// H-30: a failed load is tried again however often it was.
     RetryWithoutEnd,
-    /// A load begins although its producer's breaker is open.
+    /// H-30: a load begins although its producer's breaker is open.
     BreakerIgnored,
 }
 

@@ -170,9 +170,7 @@ def describe(kv_caches: dict[str, Any], kv_cache_config: Any) -> Caches:
         if base not in memories:
             places[base] = len(memories)
             memories[base] = (base, size, tensor)
-        shape = Shape(
-            tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), tensor.data_ptr()
-        )
+        shape = Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), tensor.data_ptr())
         for area in areas(layer, shape, spec, blocks):
             orders.add(area.order)
             regions.append(

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ..  import ConfigError
+from .. import ConfigError
 from . import options
 from .log import log
 from .meta import Handshake, StepMeta

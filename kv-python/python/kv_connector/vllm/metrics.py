@@ -105,12 +105,12 @@ class PromMetrics(KVConnectorPromMetrics):
             "load_seconds", "Time from the order of a load to its last byte, per rank, in seconds.", SECONDS
         )
         self._confirm_seconds = self._histogram(
-            "confirm_seconds", "Time from the last byte to the producer's word that its lease held, in seconds.", SECONDS
+            "confirm_seconds",
+            "Time from the last byte to the producer's word that its lease held, in seconds.",
+            SECONDS,
         )
         self._load_bytes = self._histogram("load_bytes", "Bytes of a load, per rank.", BYTES)
-        self._failed = self._labelled(
-            "loads_failed", "Loads that failed on a rank, by reason.", "reason", self.REASONS
-        )
+        self._failed = self._labelled("loads_failed", "Loads that failed on a rank, by reason.", "reason", self.REASONS)
         self._ended = self._labelled(
             "leases_ended", "Leases that ended on a rank of the producer, by how they did.", "end", self.ENDS
         )
@@ -130,9 +130,7 @@ class PromMetrics(KVConnectorPromMetrics):
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
 
     def _labelled(self, name: str, text: str, label: str, known: tuple[str, ...]) -> dict[int, dict[str, Any]]:
-        metric = self._counter_cls(
-            name=PREFIX + name, documentation=text, labelnames=[*self._labelnames, label]
-        )
+        metric = self._counter_cls(name=PREFIX + name, documentation=text, labelnames=[*self._labelnames, label])
         made: dict[int, dict[str, Any]] = {}
         for engine, values in self.per_engine_labelvalues.items():
             made[engine] = _Labelled(metric, values)

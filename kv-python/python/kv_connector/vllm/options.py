@@ -33,9 +33,7 @@ def parse(vllm_config: Any) -> Options:
     known = tuple(sorted([*defaults, MODEL, LEASE_S]))
     unknown = sorted(set(extra) - set(known))
     if unknown:
-        raise ConfigError(
-            f"kv_connector_extra_config: {', '.join(unknown)} is not known; known are {', '.join(known)}"
-        )
+        raise ConfigError(f"kv_connector_extra_config: {', '.join(unknown)} is not known; known are {', '.join(known)}")
     if "engine_id" in extra:
         raise ConfigError("kv_connector_extra_config: engine_id belongs into kv_transfer_config itself")
     model = extra.pop(MODEL, None) or _model_name(vllm_config.model_config)
