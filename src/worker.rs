@@ -116,6 +116,11 @@ impl WorkerConnector {
         Ok(self.worker.card().encode()?)
     }
 
+    /// Whether its thread runs; see [`Worker::is_running`].
+    pub fn is_running(&self) -> bool {
+        self.worker.is_running()
+    }
+
     /// Takes the plan of a step.
     pub fn begin_step(&self, plan: &[u8]) -> Result<(), ConnectorError> {
         Ok(self.worker.begin_step(plan)?)

@@ -69,6 +69,7 @@ fn p8_with_checksums_a_wrong_byte_fails_the_load_and_what_is_before_it_is_kept()
         assert_eq!(world[P].sched.stats().producer.confirmed, 0);
         // The producers looked at themselves, and found that they can be read: it was the consumer's side.
         world.until("self checks end", common::SOON, |w| {
+            // They are counted when they have ended.
             let checks = w[P].workers.iter().map(|worker| worker.stats().readers.self_checks);
             checks.sum::<u64>() > 0
         });

@@ -125,6 +125,7 @@ fn a_producer_whose_memory_cannot_be_read_finds_that_out_by_itself() {
         let readers = w[P].workers[0].stats().readers;
         (readers.loads_failed, readers.self_checks, readers.self_checks_failed) == (1, 1, 1)
     });
+    assert_eq!(world[P].workers[0].stats().readers.expelled, 0, "it did not let itself go");
     world.released(P, offer.hold);
     world[P].valves[0].allow_all();
     world.hand_over(P, D, "next");

@@ -166,11 +166,14 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
     if abort_wish(&headers) == Some("after-finish") {
         // The client is gone: P is told so, as servers tell, although the request has left it; D is never asked.
         let name = String::from_utf8_lossy(id.as_bytes());
+        let mut unreached = None;
         for url in [Some(&routes.prefill), routes.second_prefill.as_ref()].into_iter().flatten() {
             let url = url.replace("/v1/completions", "/abort");
-            if let Err(error) = routes.client.post(url).json(&json!({ "request_id": name })).send().await {
-                return refuse(NOT_PREFILLED, error);
-            }
+            let told = routes.client.post(url).json(&json!({ "request_id": name })).send().await;
+            unreached = unreached.or(told.err());
+        }
+        if let Some(error) = unreached {
+            return refuse(NOT_PREFILLED, error);
         }
         return refuse(CLIENT_GONE, "the client went away after the prefill");
     }
@@ -181,16 +184,40 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
     routes.decode(&id, body, params, abort_wish(&headers) == Some("before-schedule")).await
 }
 
+/// How long an offer waits for that of the other prefill engine: well below the life of a lease.
+const SECOND_WAIT: Duration = Duration::from_secs(2);
+
+/// What comes within the limit, if there is one.
+async fn within<T>(limit: Option<Duration>, future: impl Future<Output = T>) -> Option<T> {
+    match limit {
+        None => Some(future.await),
+        Some(limit) => tokio::time::timeout(limit, future).await.ok(),
+    }
+}
+
 impl Routes {
     /// The parameters for D of what one or two prefill engines answered: those of the first, with the second's beside
-    /// them. One that has not answered, or hands nothing over, is left out.
+    /// them. One that fails, hands nothing over, or takes much longer than the other is left out: an offer that nobody
+    /// brings to D is lost when its lease ends.
     async fn prefills(&self, id: &HeaderValue, body: &Value) -> Result<Value, Response> {
         match &self.second_prefill {
             None => self.prefill(&self.prefill, id, body).await,
             Some(second) => {
-                let (first, second) =
-                    tokio::join!(self.prefill(&self.prefill, id, body), self.prefill(second, id, body));
-                match (first, second) {
+                let (first, second) = (self.prefill(&self.prefill, id, body), self.prefill(second, id, body));
+                let (mut first, mut second) = (std::pin::pin!(first), std::pin::pin!(second));
+                let answers = tokio::select! {
+                    answer = &mut first => {
+                        let usable = matches!(answer, Ok(Value::Object(_)));
+                        let other = within(usable.then_some(SECOND_WAIT), second).await;
+                        (answer, other.unwrap_or(Ok(Value::Null)))
+                    }
+                    answer = &mut second => {
+                        let usable = matches!(answer, Ok(Value::Object(_)));
+                        let other = within(usable.then_some(SECOND_WAIT), first).await;
+                        (other.unwrap_or(Ok(Value::Null)), answer)
+                    }
+                };
+                match answers {
                     (Ok(mut first @ Value::Object(_)), Ok(second @ Value::Object(_))) => {
                         first["alternatives"] = json!([second]);
                         Ok(first)

@@ -321,7 +321,7 @@ impl LoadFailure {
 /// What a good load moved on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct LoadStats {
-    /// Bytes that arrived, over all tries.
+    /// Bytes of portions that arrived whole, over all tries.
     pub bytes: u64,
     /// Ranges that they arrived in, after neighbours were merged.
     pub ranges: u64,

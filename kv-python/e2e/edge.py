@@ -6,7 +6,7 @@ import time
 import urllib.request
 
 import aiohttp
-from engines import free_ports
+from engines import free_ports, msum
 from proxy import PREFILL_PARAMS
 
 
@@ -88,7 +88,11 @@ async def edge_cases(a, url, P, D):
         ).read()
     except OSError:
         pass
+    sources = [msum(D.metrics(), "vllm:prompt_tokens_by_source_total", s) for s in ("external", "local_compute")]
     again, e2 = await ids(D.url, p, kv_transfer_params=params)
+    now = [msum(D.metrics(), "vllm:prompt_tokens_by_source_total", s) for s in ("external", "local_compute")]
+    fresh = sum(now) - sum(sources) >= len(p) - B
+    checks.append(("edge: the second time D does not answer from its own cache", fresh))
     checks.append(("edge: kv_transfer_params used once: equal" + (f" ({e1})" if e1 else ""), first == want))
     what = e2 or ("equal" if again == want else "WRONG TOKENS")
     checks.append(
@@ -156,33 +160,50 @@ def bad_params(good):
 
 
 async def bad_input(a, P, D):
-    """Each kind once, with the prompt it was made for: an error or the right tokens, and D lives on."""
+    """Each kind once, with a prompt of its own: an error or the right tokens, and D lives on."""
     rng, checks, session = random.Random(78), [], aiohttp.ClientSession()
-    prompt = [rng.randint(2, a.vocab - 1) for _ in range(2 * a.block_size + 5)]
 
-    def body(tokens, **kw):
-        return dict(model="m", prompt=prompt, max_tokens=tokens, temperature=0, ignore_eos=True, return_token_ids=True, **kw)
+    def body(prompt, tokens, **kw):
+        return dict(
+            model="m", prompt=prompt, max_tokens=tokens, temperature=0, ignore_eos=True, return_token_ids=True, **kw
+        )
 
-    want, _ = await post(session, P.url, body(8), a.hang_limit)
-    want = want["choices"][0]["token_ids"]
-    right = refused = 0
+    async def prefilled():
+        """A prompt that neither engine has seen, and what P answers for it."""
+        prompt = [rng.randint(2, a.vocab - 1) for _ in range(2 * a.block_size + 5)]
+        made, _ = await post(session, P.url, body(prompt, 1, kv_transfer_params=dict(PREFILL_PARAMS)), a.hang_limit)
+        return prompt, made["kv_transfer_params"]
+
+    async def right(prompt):
+        answer, _ = await post(session, P.url, body(prompt, 8), a.hang_limit)
+        return answer["choices"][0]["token_ids"]
+
+    # Other blocks that P has, which it never offered for this prompt.
+    kinds = [what for what, _ in bad_params((await prefilled())[1])] + ["another prompt's blocks"]
+    good = refused = 0
     wrong = []
-    made, _ = await post(session, P.url, body(1, kv_transfer_params=dict(PREFILL_PARAMS)), a.hang_limit)
-    for what, params in bad_params(made["kv_transfer_params"]):
-        got, error = await post(session, D.url, body(8, kv_transfer_params=params), a.hang_limit)
+    for index, what in enumerate(kinds):
+        prompt, params = await prefilled()
+        if what == "another prompt's blocks":
+            params["remote_block_ids"] = (await prefilled())[1]["remote_block_ids"]
+        else:
+            params = list(bad_params(params))[index][1]
+        got, error = await post(session, D.url, body(prompt, 8, kv_transfer_params=params), a.hang_limit)
         if error and error.startswith(("http 4", "http 5")):
             refused += 1
-        elif got and got["choices"][0]["token_ids"] == want:
-            right += 1
+        elif got and got["choices"][0]["token_ids"] == await right(prompt):
+            good += 1
         else:
             wrong.append(f"{what}: {error or 'WRONG TOKENS'}")
-    checks.append(
-        (f"bad input: {right} computed right, {refused} refused, {len(wrong)} neither {wrong[:3]}", not wrong)
+    text = (
+        f"bad input: {good} of {len(kinds)} kinds computed right, {refused} refused, {len(wrong)} neither {wrong[:3]}"
     )
+    checks.append((text, not wrong and good + refused == len(kinds)))
     checks.append(("bad input: engines alive", P.healthy(20) and D.healthy(20)))
     # n answers of one prompt: several requests live by one offer.
-    made, _ = await post(session, P.url, body(1, kv_transfer_params=dict(PREFILL_PARAMS)), a.hang_limit)
-    two, error = await post(session, D.url, body(8, n=2, kv_transfer_params=made["kv_transfer_params"]), a.hang_limit)
+    prompt, params = await prefilled()
+    two, error = await post(session, D.url, body(prompt, 8, n=2, kv_transfer_params=params), a.hang_limit)
+    want = await right(prompt)
     same = two is not None and [c["token_ids"] for c in two["choices"]] == [want, want]
     checks.append((f"n=2: both answers equal {error or ''}", same))
     await session.close()

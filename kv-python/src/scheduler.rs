@@ -91,8 +91,8 @@ impl SchedulerCore {
 
     /// Port at which the handshake listener listens.
     #[getter]
-    fn handshake_port(&self) -> u16 {
-        self.locked().handshake_port()
+    fn handshake_port(&self, py: Python<'_>) -> PyResult<u16> {
+        self.call(py, |inner| Ok(inner.handshake_port()))
     }
 
     /// A request arrived. `params` is its `kv_transfer_params`. Returns its role: `plain`, `producer` or `consumer`.
@@ -182,8 +182,8 @@ impl SchedulerCore {
     }
 
     /// Whether a plan waits, so that an idle engine should make a step.
-    fn has_plan(&self) -> bool {
-        self.locked().has_plan()
+    fn has_plan(&self, py: Python<'_>) -> PyResult<bool> {
+        self.call(py, |inner| Ok(inner.has_plan()))
     }
 
     /// Takes a worker's report.
@@ -198,8 +198,8 @@ impl SchedulerCore {
     }
 
     /// Seconds that an idle engine may sleep until `events` has something to say; `None`: until something comes in.
-    fn next_wake_s(&self) -> Option<f64> {
-        self.locked().next_wake().map(|wake| wake.as_secs_f64())
+    fn next_wake_s(&self, py: Python<'_>) -> PyResult<Option<f64>> {
+        self.call(py, |inner| Ok(inner.next_wake().map(|wake| wake.as_secs_f64())))
     }
 
     /// Takes nothing new, lets what was accepted finish for `limit_s` seconds, then ends it; `Drained` follows.

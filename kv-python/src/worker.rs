@@ -105,6 +105,11 @@ impl WorkerCore {
         Ok(PyBytes::new(py, &card))
     }
 
+    /// Whether its thread runs. If it does not and nobody shut it down, what was in its hands will not be reported.
+    fn is_running(&self, py: Python<'_>) -> PyResult<bool> {
+        self.call(py, |inner| Ok(inner.is_running()))
+    }
+
     /// Takes the plan of a step.
     fn begin_step(&self, py: Python<'_>, plan: &[u8]) -> PyResult<()> {
         self.call(py, |inner| inner.begin_step(plan))

@@ -87,7 +87,7 @@ def test_a_permuted_view_is_found_by_its_strides():
     [
         ((9, 2, 32, 128), None, "no dimension has the size 10"),
         ((10, 2, 32, 128), (16384, 8192, 128, 1), "not consecutive"),
-        ((10, 2, 32, 128), (4096, 4096, 128, 1), "overlap|not consecutive|keys and values"),
+        ((10, 2, 32, 128), (4096, 4096, 128, 1), "overlap"),
         ((10, 3, 32, 7), None, "whole number"),
         ((3, 10, 2, 32, 64), None, "no dimension|keys and values"),
         ((32, 2, 10, 128), None, "no dimension"),

@@ -93,9 +93,12 @@ fn a_probe_that_ends_without_a_word_about_its_producer_makes_room_for_another() 
     assert_eq!(m.admit(at(1000), &"p"), Admission::Probe);
     m.load_abandoned(at(1001), &"p");
     assert_eq!(m.admit(at(1002), &"p"), Admission::Probe, "its request went away");
+    failed(&mut m, 1003, facts(9, "p", LoadFailure::BadBlocks));
+    assert!(matches!(m.admit(at(1003), &"p"), Admission::Refuse { .. }), "it was another load");
     failed(&mut m, 1003, facts(2, "p", LoadFailure::BadBlocks));
+    m.load_abandoned(at(1003), &"p");
     assert_eq!(m.admit(at(1004), &"p"), Admission::Probe, "its failure was the offer's");
-    // It is no amnesty: a producer that is not being probed stays as it is.
+    // It is no amnesty: after a failure that said something the breaker stays as it is.
     failed(&mut m, 1005, facts(3, "p", LoadFailure::ConnectFailed));
     m.load_abandoned(at(1006), &"p");
     assert!(matches!(m.admit(at(1006), &"p"), Admission::Refuse { .. }));

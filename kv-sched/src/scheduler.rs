@@ -151,15 +151,27 @@ impl Scheduler {
     }
 
     /// How many tokens a load would bring beyond the `local_tokens` that the engine holds already (full blocks,
-    /// from the start of the prompt). Zero: compute it here. Changes nothing, may be asked at any time.
+    /// from the start of the prompt). Zero: compute it here, or take the events first, if a
+    /// load of the request has ended. Changes nothing, may be asked at any time.
     pub fn remote_tokens(&self, request: &RequestId, local_tokens: u32) -> u32 {
+        if self.has_untold_end(request) {
+            return 0;
+        }
         self.consumer.remote_tokens(&self.config, request, local_tokens)
+    }
+
+    /// Whether a load of the request has ended and the engine has not taken that yet. Until it has, nothing further is
+    /// begun for the request: its next load's end could not be told from this one's.
+    fn has_untold_end(&self, request: &RequestId) -> bool {
+        self.events
+            .iter()
+            .any(|event| matches!(event, SchedEvent::LoadEnded { request: of, .. } if of == request))
     }
 
     /// The producers from which a request that waits for blocks can be loaded, the next one first: those of its
     /// offers that are neither read nor given back. Empty while it loads.
     pub fn sources(&self, request: &RequestId) -> Vec<PeerLocator> {
-        self.consumer.sources(request)
+        if self.has_untold_end(request) { Vec::new() } else { self.consumer.sources(request) }
     }
 
     /// Makes the n-th of [`Scheduler::sources`] the next one; the others stay behind it in their order. From then on
@@ -180,6 +192,9 @@ impl Scheduler {
         remote_tokens: u32,
         blocks: &[BlockList],
     ) -> Result<(), SchedError> {
+        if remote_tokens > 0 && self.has_untold_end(request) {
+            return Err(SchedError::NothingRemote { request: request.clone(), asked: remote_tokens });
+        }
         let orders = &mut self.plan.consumer;
         self.consumer.allocated(now, &self.config, request, local_tokens, remote_tokens, blocks, orders)
     }

@@ -16,10 +16,10 @@ use tokio::task::JoinSet;
 use tracing::{debug, warn};
 
 use crate::digest::Digester;
-use crate::machine::io::{Decision, DigestOf, Fact, Failure, LinkId};
+use crate::machine::io::{Decision, DigestOf, Fact, Failure, LinkId, SelfCheck as Found};
 use crate::machine::peers::Peers;
 use crate::machine::worker::{WorkerMachine, WorkerStats};
-use crate::self_check::SelfCheck;
+use crate::self_check::{self, SelfCheck};
 
 /// Most handshakes in progress at once; each has a thread of its own, since looking up a host can block.
 const HANDSHAKES_MAX: usize = 256;
@@ -348,16 +348,15 @@ impl Running {
         }
     }
 
-    fn self_checked(&mut self, end: Option<Result<(), Failure>>) {
-        let Some(result) = end else { return };
-        match &result {
-            Ok(()) => debug!("a consumer's load from here failed; own memory can be read"),
-            Err(failure) => {
-                let (reason, transport) = (failure.reason.name(), self.driver.transport.name());
-                warn!(reason, transport, detail = %failure.detail, "own memory cannot be read: consumers' loads fail");
-            }
+    fn self_checked(&mut self, end: self_check::End) {
+        let Some((found, why)) = end else { return };
+        let transport = self.driver.transport.name();
+        match found {
+            Found::Readable => debug!("a consumer's load from here failed; own memory can be read"),
+            Found::Unknown => debug!(transport, why, "a self check could not be made"),
+            Found::Unreadable => warn!(transport, why, "own memory cannot be read: consumers' loads fail"),
         }
-        self.take(Fact::SelfChecked { result });
+        self.take(Fact::SelfChecked { found });
     }
 
     /// Gives work to threads of its own, so that hashing delays no message and no deadline.

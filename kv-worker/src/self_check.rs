@@ -10,13 +10,13 @@
 
 use std::sync::Arc;
 
-use kv_proto::LoadFailure;
 use kv_transport::{
-    Event, Memory, OpId, PeerId, ReadLimits, ReadPart, ReadRange, ReadRequest, RegionId, Transport,
+    Event, LossReason, Memory, OpId, PeerId, ReadError, ReadLimits, ReadPart, ReadRange, ReadRequest,
+    RegionId, Transport,
 };
 
 use crate::config::WorkerLimits;
-use crate::machine::io::Failure;
+use crate::machine::io::SelfCheck as Found;
 
 /// Loads are numbered from one; none gets this number.
 const OP: OpId = OpId(u64::MAX);
@@ -31,8 +31,8 @@ enum State {
     Reading { peer: PeerId, scratch: RegionId },
 }
 
-/// What comes of it: `None` while it goes on.
-type End = Option<Result<(), Failure>>;
+/// What comes of it, and why: `None` while it goes on.
+pub(crate) type End = Option<(Found, String)>;
 
 /// The driver's part. It ends within the limits of a connection and of a read, since the transport does.
 #[derive(Debug)]
@@ -59,7 +59,8 @@ impl SelfCheck {
                 self.state = State::Connecting { peer, limits };
                 None
             }
-            Err(error) => Some(Err(Failure::new(LoadFailure::ConnectFailed, error.to_string()))),
+            // What a transport refuses it refuses for a reason of its own: it is closed, or has no room.
+            Err(error) => Some((Found::Unknown, error.to_string())),
         }
     }
 
@@ -70,29 +71,32 @@ impl SelfCheck {
                 if peer == connected =>
             {
                 let (peer, limits) = (*peer, *limits);
-                Ok(self.read(peer, limits).err().and_then(|failure| self.end(Some(peer), Err(failure))))
+                Ok(self.read(peer, limits).err().and_then(|why| self.end(Some(peer), Found::Unknown, why)))
             }
             (State::Reading { peer, .. }, Event::ReadCompleted { op: OP, outcome }) => {
-                let result = outcome
-                    .result
-                    .clone()
-                    .map_err(|error| Failure::new(LoadFailure::ReadFailed, error.to_string()));
-                Ok(self.end(Some(*peer), result))
+                let (found, why) = match &outcome.result {
+                    Ok(()) => (Found::Readable, String::new()),
+                    Err(error @ (ReadError::Closed | ReadError::Cancelled)) => {
+                        (Found::Unknown, error.to_string())
+                    }
+                    Err(error) => (Found::Unreadable, error.to_string()),
+                };
+                Ok(self.end(Some(*peer), found, why))
             }
             (
                 State::Connecting { peer, .. } | State::Reading { peer, .. },
                 Event::PeerLost { peer: lost, reason },
             ) if peer == lost => {
-                let failure = Failure::new(LoadFailure::PeerLost, reason.to_string());
-                Ok(self.end(None, Err(failure)))
+                let closed = matches!(reason, LossReason::Closed | LossReason::Disconnected);
+                let found = if closed { Found::Unknown } else { Found::Unreadable };
+                Ok(self.end(None, found, reason.to_string()))
             }
             _ => Err(event),
         }
     }
 
-    fn read(&mut self, peer: PeerId, limits: ReadLimits) -> Result<(), Failure> {
-        let refused =
-            |error: &dyn std::fmt::Display| Failure::new(LoadFailure::ReadRefused, error.to_string());
+    fn read(&mut self, peer: PeerId, limits: ReadLimits) -> Result<(), String> {
+        let refused = |error: &dyn std::fmt::Display| error.to_string();
         let lens = self.regions.iter().map(|(_, len)| (*len).min(BYTES));
         let memory = Memory::allocate(lens.sum::<u64>() as usize).map_err(|e| refused(&e))?;
         let scratch = self.transport.register(memory).map_err(|e| refused(&e))?;
@@ -108,7 +112,7 @@ impl SelfCheck {
         self.transport.read(ReadRequest { op: OP, peer, parts, limits }).map_err(|e| refused(&e))
     }
 
-    fn end(&mut self, peer: Option<PeerId>, result: Result<(), Failure>) -> End {
+    fn end(&mut self, peer: Option<PeerId>, found: Found, why: String) -> End {
         if let State::Reading { scratch, .. } = std::mem::replace(&mut self.state, State::Idle)
             && let Err(error) = self.transport.deregister(scratch)
         {
@@ -117,6 +121,6 @@ impl SelfCheck {
         if let Some(Err(error)) = peer.map(|peer| self.transport.disconnect(peer)) {
             tracing::debug!(%error, "the connection of a self check was gone already");
         }
-        Some(result)
+        Some((found, why))
     }
 }

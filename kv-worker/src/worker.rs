@@ -146,6 +146,12 @@ impl Worker {
         &self.card
     }
 
+    /// Whether its thread runs. One that does not although nobody shut it down has met a fault of this library: what was
+    /// in its hands will not be reported, and its transport goes down with it.
+    pub fn is_running(&self) -> bool {
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+
     /// Takes a plan, as the scheduler half encoded it. Never blocks.
     pub fn begin_step(&self, plan: &[u8]) -> Result<(), WorkerError> {
         let plan = Plan::decode(plan)?;

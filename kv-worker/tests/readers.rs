@@ -7,7 +7,7 @@ mod common;
 use common::*;
 use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, WorkerMessage};
 use kv_proto::{CodecError, LeaseEnd, LeaseId, PROTOCOL_VERSION, ProducerOrder, Rank, Topology};
-use kv_worker::machine::io::Fact;
+use kv_worker::machine::io::{Fact, SelfCheck};
 
 fn connected() -> Rig {
     let mut rig = Rig::new();
@@ -454,9 +454,8 @@ fn self_checks(rig: &Rig) -> (u64, u64) {
     (stats.self_checks, stats.self_checks_failed)
 }
 
-fn self_checked(good: bool) -> Fact {
-    let failure = kv_worker::Failure::new(kv_proto::LoadFailure::ReadFailed, "no key");
-    Fact::SelfChecked { result: if good { Ok(()) } else { Err(failure) } }
+fn self_checked(found: SelfCheck) -> Fact {
+    Fact::SelfChecked { found }
 }
 
 // H-19
@@ -466,12 +465,15 @@ fn a_producer_looks_at_itself_when_a_load_from_it_failed_and_not_for_each_of_man
     assert_eq!(rig.hear(10, accepted(0), released(1, 1)), NOTHING, "an aborted one says nothing about us");
     assert_eq!(rig.hear(20, accepted(0), failed(2)), ["check self"]);
     assert_eq!(rig.hear(21, accepted(0), failed(3)), NOTHING, "it is under way");
-    rig.take(30, self_checked(true));
+    rig.take(30, self_checked(SelfCheck::Readable));
     assert_eq!(rig.hear(30 + SELF_CHECK_MS - 1, accepted(0), failed(4)), NOTHING);
     assert_eq!(rig.hear(30 + SELF_CHECK_MS, accepted(0), failed(5)), ["check self"]);
-    rig.take(40 + SELF_CHECK_MS, self_checked(false));
+    rig.take(40 + SELF_CHECK_MS, self_checked(SelfCheck::Unreadable));
     assert_eq!(self_checks(&rig), (2, 1));
-    assert_eq!(rig.m.stats().readers.loads_failed, 4);
+    assert_eq!(rig.hear(40 + 2 * SELF_CHECK_MS, accepted(0), failed(6)), ["check self"]);
+    rig.take(50 + 2 * SELF_CHECK_MS, self_checked(SelfCheck::Unknown));
+    assert_eq!(self_checks(&rig), (2, 1), "one that could not be made says nothing");
+    assert_eq!(rig.m.stats().readers.loads_failed, 5);
 }
 
 // H-20
@@ -481,10 +483,24 @@ fn p4_a_self_check_without_an_end_has_failed() {
     assert_eq!(rig.hear(20, accepted(0), failed(2)), ["check self"]);
     let limit = 20 + CONNECT_MS + READ_MS + STALL_MS;
     rig.pass(limit - 1);
-    assert_eq!(self_checks(&rig), (1, 0));
+    assert_eq!(self_checks(&rig), (0, 0));
     rig.pass(limit);
     assert_eq!(self_checks(&rig), (1, 1));
-    rig.take(limit + 1, self_checked(true));
+    rig.take(limit + 1, self_checked(SelfCheck::Readable));
     assert_eq!(self_checks(&rig), (1, 1), "it comes too late");
     assert_eq!(rig.hear(limit + 2, accepted(0), failed(3)), ["check self"]);
+}
+
+#[test]
+fn a_worker_does_not_expel_itself_while_it_looks_at_itself() {
+    let mut rig = lending();
+    rig.hear(20, accepted(0), failed(2));
+    assert_eq!(rig.take(21, Fact::LinkAccepted { link: accepted(1) }), NOTHING, "its own, or a stranger's");
+    rig.pass(21 + CONNECT_MS);
+    assert_eq!(rig.m.stats().readers.expelled, 0);
+    // When the look is over, a stranger's is let go as ever.
+    rig.take(22 + CONNECT_MS, self_checked(SelfCheck::Readable));
+    let limit = 20 + CONNECT_MS + READ_MS + STALL_MS;
+    assert_eq!(rig.pass(limit), ["disconnect a1"]);
+    assert_eq!(rig.m.stats().readers.expelled, 1);
 }

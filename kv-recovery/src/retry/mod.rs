@@ -164,8 +164,10 @@ impl<K: Ord + Clone + Hash, P: Ord + Clone> Recovery<K, P> {
         admission
     }
 
-    /// A load that was admitted ended without a word about its producer: its request went away, or the engine did without
-    /// it. If it was the probe of a half-open breaker, another may be sent now and need not wait for its time to be over.
+    /// A load that was admitted as [`Admission::Probe`] has ended, and not well: its request went away, the engine did
+    /// without it, or it failed for a reason that says nothing about its producer. Another probe may be sent now and need
+    /// not wait for this one's time to be over. After a failure that did say something it changes nothing, so that it may
+    /// be called after [`Recovery::load_failed`] in any case. Of a load that was not a probe it must not be said.
     pub fn load_abandoned(&mut self, now: Moment, peer: &P) {
         self.peers.probe_void(now, &self.config, peer);
     }
@@ -188,12 +190,11 @@ impl<K: Ord + Clone + Hash, P: Ord + Clone> Recovery<K, P> {
             }
             None => 0,
         };
-        let first = !self.requests.contains_key(&facts.key);
         let probe = matches!(self.remove(&facts.key), Some(Record::Trying { probe: true, .. }));
         *self.stats.failures.entry(facts.reason).or_default() += 1;
         let advice = advice(facts.reason);
         let (config, stats) = (&self.config, &mut self.stats);
-        if (probe || first) && advice.evidence == Evidence::Nothing {
+        if probe && advice.evidence == Evidence::Nothing {
             self.peers.probe_void(now, config, &facts.peer);
         }
         self.peers.failed(now, config, &facts.peer, facts.reason, advice.evidence, stats);

@@ -468,8 +468,8 @@ impl Core {
     fn finish(&mut self, number: u64, complete: bool) {
         let Some(request) = self.requests.remove(&number) else { return };
         self.numbers.remove(&request.ask.id);
-        if let Some(producer) = &request.producer {
-            self.recovering.gone(number, Some(producer).filter(|_| request.stage == Stage::Loading));
+        if request.producer.is_some() {
+            self.recovering.gone(number);
         }
         self.waiting.retain(|n| *n != number);
         self.running.retain(|n| *n != number);

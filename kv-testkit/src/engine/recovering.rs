@@ -16,6 +16,8 @@ pub(super) struct Recovering {
     started: Instant,
     /// When something was last said of a producer and a reason, and how much was not said since.
     said: BTreeMap<(EngineId, LoadFailure), (Instant, Unsaid)>,
+    /// Requests whose load is the probe of a breaker, and of whose.
+    probes: BTreeMap<u64, PeerLocator>,
 }
 
 /// Between two lines about one producer and one reason.
@@ -61,7 +63,13 @@ impl Recovering {
             ..RecoveryConfig::default()
         };
         // The configuration is this file's own and is in order; without a machine every load would be admitted.
-        Self { machine: Recovery::new(config).ok(), policy, started: Instant::now(), said: BTreeMap::new() }
+        Self {
+            machine: Recovery::new(config).ok(),
+            policy,
+            started: Instant::now(),
+            said: BTreeMap::new(),
+            probes: BTreeMap::new(),
+        }
     }
 
     /// Whether to say that a load failed, for a producer that many may be failing with: at most once in a while per
@@ -98,10 +106,24 @@ impl Recovering {
     }
 
     /// Whether a load from this producer may begin.
-    pub(super) fn admits(&mut self, peer: &PeerLocator) -> bool {
+    pub(super) fn admits(&mut self, request: u64, peer: &PeerLocator) -> bool {
         let now = self.now();
-        let admission = self.machine.as_mut().map(|machine| machine.admit(now, peer));
-        !matches!(admission, Some(Admission::Refuse { .. }))
+        match self.machine.as_mut().map(|machine| machine.admit(now, peer)) {
+            Some(Admission::Refuse { .. }) => false,
+            Some(Admission::Probe) => {
+                self.probes.insert(request, peer.clone());
+                true
+            }
+            Some(Admission::Go) | None => true,
+        }
+    }
+
+    /// If the request's load was the probe of a breaker, that is over, whatever it has said.
+    fn probe_over(&mut self, request: u64) {
+        let now = self.now();
+        if let (Some(machine), Some(peer)) = (&mut self.machine, self.probes.remove(&request)) {
+            machine.load_abandoned(now, &peer);
+        }
     }
 
     pub(super) fn succeeded(&mut self, request: u64, peer: &PeerLocator) {
@@ -109,6 +131,7 @@ impl Recovering {
         if let Some(machine) = &mut self.machine {
             machine.load_succeeded(now, &request, peer);
         }
+        self.probe_over(request);
     }
 
     /// What becomes of a request whose load failed with so many tokens in place, of those that it wanted.
@@ -136,6 +159,7 @@ impl Recovering {
             };
             machine.load_failed(now, facts, &mut directives);
         }
+        self.probe_over(request);
         match directives.pop() {
             Some(Directive::Retry { source: Source::Alternative(n), .. }) => Next::Elsewhere(n),
             Some(Directive::Recompute { keep_tokens, .. }) => Next::ResumeFrom(keep_tokens),
@@ -145,13 +169,11 @@ impl Recovering {
         }
     }
 
-    /// A request went away, perhaps with a load from this producer under way.
-    pub(super) fn gone(&mut self, request: u64, loading_from: Option<&PeerLocator>) {
+    /// A request went away, perhaps with a load under way.
+    pub(super) fn gone(&mut self, request: u64) {
         let now = self.now();
+        self.probe_over(request);
         if let Some(machine) = &mut self.machine {
-            if let Some(peer) = loading_from {
-                machine.load_abandoned(now, peer);
-            }
             machine.request_gone(now, &request);
             // Nothing waits here for an attempt, so nothing is decided; peers that were quiet for long are forgotten.
             machine.time_passed(now, &mut Vec::new());
@@ -180,12 +202,12 @@ mod tests {
     #[test]
     fn a_producer_that_cost_a_time_out_costs_the_next_request_none() {
         let mut recovering = Recovering::new(Policy::Recompute);
-        assert!(recovering.admits(&peer(1)));
+        assert!(recovering.admits(1, &peer(1)));
         let others = [peer(2)];
         let next = recovering.failed(1, peer(1), LoadFailure::ReadTimedOut, &others, (16, 64));
         assert_eq!(next, Next::ResumeFrom(16), "without the policy for it nobody else is asked");
-        assert!(!recovering.admits(&peer(1)), "until a probe finds it well");
-        assert!(recovering.admits(&peer(2)), "another life is another peer");
+        assert!(!recovering.admits(1, &peer(1)), "until a probe finds it well");
+        assert!(recovering.admits(1, &peer(2)), "another life is another peer");
         assert_eq!(recovering.stats(), BreakerStats { opened: 1, refused: 1 });
     }
 
@@ -209,7 +231,7 @@ mod tests {
         let mut recovering = Recovering::new(Policy::Fail);
         let others = [peer(2), peer(3)];
         assert_eq!(recovering.failed(1, peer(1), LoadFailure::Lapsed, &others, (0, 64)), Next::End);
-        assert!(recovering.admits(&peer(1)), "a lapsed lease says nothing about its producer");
+        assert!(recovering.admits(1, &peer(1)), "a lapsed lease says nothing about its producer");
         let mut recovering = Recovering::new(Policy::Retry);
         recovering.failed(9, peer(2), LoadFailure::PeerLost, &[], (0, 64));
         let next = recovering.failed(1, peer(1), LoadFailure::Lapsed, &others, (16, 64));

@@ -13,7 +13,7 @@ use kv_proto::{
 };
 use kv_sched::{LoadResult, RequestEnd, SchedEvent, Scheduler, Verdict};
 use kv_worker::Failure;
-use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId};
+use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId, SelfCheck};
 use kv_worker::machine::worker::WorkerMachine;
 
 use super::pool::{Lookup, Pool};
@@ -359,7 +359,7 @@ impl Machines {
             Input::Digested { of, right } => {
                 Fact::Digested { of, digests: Ok(vec![BlockDigest(u64::from(right))]) }
             }
-            Input::SelfChecked => Fact::SelfChecked { result: Ok(()) },
+            Input::SelfChecked => Fact::SelfChecked { found: SelfCheck::Readable },
             Input::Time => return None,
         };
         Some(fact)

@@ -31,6 +31,17 @@ pub enum DigestOf {
     Question(u64),
 }
 
+/// What a self check found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum SelfCheck {
+    /// Own memory can be read over the own transport.
+    Readable,
+    /// It cannot.
+    Unreadable,
+    /// Nothing: the check itself could not be made.
+    Unknown,
+}
+
 /// Why something that the driver was asked to do failed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Error)]
 #[error("{detail}")]
@@ -100,8 +111,8 @@ pub enum Fact {
     },
     /// A self check ended.
     SelfChecked {
-        /// Whether own memory can be read over the own transport.
-        result: Result<(), Failure>,
+        /// What it found.
+        found: SelfCheck,
     },
 }
 

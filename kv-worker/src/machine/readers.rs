@@ -15,7 +15,7 @@ use kv_proto::{
 };
 
 use crate::config::WorkerConfig;
-use crate::machine::io::{Decision, LinkId};
+use crate::machine::io::{Decision, LinkId, SelfCheck};
 use crate::machine::ledger::{Answer, Ending, LateAnswer, Ledger, Reader, ReaderEnding};
 
 mod questions;
@@ -31,7 +31,7 @@ enum TimerKey {
 
 /// Whether this worker looks at itself, as a consumer would.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum SelfCheck {
+enum Looking {
     Idle,
     Running {
         until: Moment,
@@ -61,7 +61,7 @@ pub struct ReaderStats {
     pub checks: u64,
     /// Releases that say that a load from here failed: a reason for a self check.
     pub loads_failed: u64,
-    /// Self checks: own memory read over the own transport.
+    /// Self checks that ended with an answer: own memory was to be read over the own transport.
     pub self_checks: u64,
     /// Of these, how many failed: consumers can read nothing from here.
     pub self_checks_failed: u64,
@@ -82,7 +82,7 @@ pub struct Readers {
     ledger: Ledger,
     links: BTreeMap<LinkId, Link>,
     questions: Questions,
-    self_check: SelfCheck,
+    looking: Looking,
     timers: Timers<TimerKey>,
     stats: ReaderStats,
 }
@@ -94,7 +94,7 @@ impl Readers {
             ledger,
             links: BTreeMap::new(),
             questions: Questions::default(),
-            self_check: SelfCheck::Idle,
+            looking: Looking::Idle,
             timers: Timers::default(),
             stats: ReaderStats::default(),
         }
@@ -289,26 +289,25 @@ impl Readers {
 
     /// A load from here failed. Many may fail at once: one look is enough for a while.
     fn check_self(&mut self, now: Moment, config: &WorkerConfig, out: &mut Vec<Decision>) {
-        match self.self_check {
-            SelfCheck::Idle => {}
-            SelfCheck::Resting { until } if until <= now => {}
-            SelfCheck::Resting { .. } | SelfCheck::Running { .. } => return,
+        match self.looking {
+            Looking::Idle => {}
+            Looking::Resting { until } if until <= now => {}
+            Looking::Resting { .. } | Looking::Running { .. } => return,
         }
         let until = now + config.limits.connect + config.limits.read + config.limits.stall;
-        self.self_check = SelfCheck::Running { until };
+        self.looking = Looking::Running { until };
         self.timers.set(until, TimerKey::SelfCheck);
-        self.stats.self_checks += 1;
         out.push(Decision::CheckSelf);
     }
 
     /// A self check ended. One that was late has been counted as failed.
-    pub fn self_checked(&mut self, now: Moment, config: &WorkerConfig, good: bool) {
-        let SelfCheck::Running { until } = self.self_check else { return };
+    pub fn self_checked(&mut self, now: Moment, config: &WorkerConfig, found: SelfCheck) {
+        let Looking::Running { until } = self.looking else { return };
         self.timers.clear(until, TimerKey::SelfCheck);
         let rest = config.limits.self_check_every;
-        self.self_check =
-            if rest.is_zero() { SelfCheck::Idle } else { SelfCheck::Resting { until: now + rest } };
-        self.stats.self_checks_failed += u64::from(!good);
+        self.looking = if rest.is_zero() { Looking::Idle } else { Looking::Resting { until: now + rest } };
+        self.stats.self_checks += u64::from(found != SelfCheck::Unknown);
+        self.stats.self_checks_failed += u64::from(found == SelfCheck::Unreadable);
     }
 
     /// A renewal is a sign of life in any case; what it names counts only in its turn.
@@ -356,18 +355,26 @@ impl Readers {
         while let Some(key) = self.timers.due(now) {
             match key {
                 TimerKey::Link(link) => {
-                    if let Some(Link::Ungreeted { until }) = self.links.get(&link)
+                    if let Some(Link::Ungreeted { until }) = self.links.get_mut(&link)
                         && *until <= now
                     {
-                        self.expel(now, link, out);
+                        match self.looking {
+                            // It may be this worker's own, which has nothing to say.
+                            Looking::Running { until: later } if later > now => {
+                                *until = later;
+                                self.timers.set(later, TimerKey::Link(link));
+                            }
+                            _ => self.expel(now, link, out),
+                        }
                     }
                 }
                 TimerKey::Question(number) => self.question_late(now, number),
                 TimerKey::SelfCheck => {
-                    if let SelfCheck::Running { until } = self.self_check
+                    if let Looking::Running { until } = self.looking
                         && until <= now
                     {
-                        self.self_check = SelfCheck::Idle;
+                        self.looking = Looking::Idle;
+                        self.stats.self_checks += 1;
                         self.stats.self_checks_failed += 1;
                     }
                 }

@@ -84,7 +84,7 @@ impl WorkerMachine {
             Fact::Digested { of: DigestOf::Question(number), digests } => {
                 readers.digested(number, digests, out);
             }
-            Fact::SelfChecked { result } => readers.self_checked(now, config, result.is_ok()),
+            Fact::SelfChecked { found } => readers.self_checked(now, config, found),
         }
     }
 

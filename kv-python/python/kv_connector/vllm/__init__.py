@@ -10,6 +10,10 @@ from . import versions
 
 versions.check()
 
+from .._vllm_plugin import register  # noqa: E402
 from .connector import KvConnector  # noqa: E402  (the check gives a better message than a failed import)
+
+# Where the entry point was not loaded: a MultiConnector looks for its parts by name.
+register()
 
 __all__ = ["KvConnector"]

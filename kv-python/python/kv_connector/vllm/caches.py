@@ -18,7 +18,6 @@ DTYPES = {
     "torch.float8_e4m3fn": "f8_e4m3",
     "torch.float8_e5m2": "f8_e5m2",
     "torch.uint8": "u8",
-    "torch.int8": "u8",
 }
 
 
@@ -72,7 +71,7 @@ def areas(layer: str, shape: Shape, spec: Spec, blocks: int) -> list[Area]:
     for index, (size, step) in enumerate(zip(shape.sizes, shape.strides, strict=True)):
         if index == axis or size == 1:
             continue
-        if step > stride or (size == 2 and index < axis):
+        if index < axis:
             halves.append((size, step))
         else:
             inner.append((size, step))
@@ -84,12 +83,14 @@ def areas(layer: str, shape: Shape, spec: Spec, blocks: int) -> list[Area]:
         span *= size
     if span > stride:
         raise refuse("blocks overlap")
-    if halves and (len(halves) > 1 or halves[0][0] != 2):
+    if any(size != 2 for size, _ in halves):
         raise refuse("a dimension outside of the blocks is neither the blocks nor keys and values")
     per_head, rest = divmod(span, spec.block_tokens * spec.heads)
     if rest or per_head == 0:
         raise refuse(f"the {span} elements of a block are not a whole number for each head and token")
     order = _order(shape, axis, spec)
+    if order is None:
+        raise refuse("heads and tokens cannot be told apart")
     kinds = ("key", "value") if halves else ("key_value",)
     return [
         Area(
@@ -112,18 +113,16 @@ def _block_axis(shape: Shape, blocks: int) -> int | None:
     return None
 
 
-def _order(shape: Shape, axis: int, spec: Spec) -> str:
+def _order(shape: Shape, axis: int, spec: Spec) -> str | None:
     """Whether heads or tokens are outermost in a block."""
     if spec.heads == 1:
         return "tokens_heads"
     dims = [(s, st) for s, st in zip(shape.sizes[axis + 1 :], shape.strides[axis + 1 :], strict=True)]
     heads = [step for size, step in dims if size == spec.heads]
     tokens = [step for size, step in dims if size == spec.block_tokens]
-    if not heads or not tokens:
-        return "tokens_heads"
-    if spec.heads == spec.block_tokens and len(heads) > 1:
-        # Sizes tell nothing; vLLM names a view's dimensions (blocks, heads, tokens, ...) on CPUs.
-        return "heads_tokens" if heads[0] > heads[1] else "tokens_heads"
+    if len(heads) != 1 or len(tokens) != 1:
+        # Not told apart by size, or not there: the same on both sides, or the fingerprints differ.
+        return None
     return "heads_tokens" if heads[0] > tokens[0] else "tokens_heads"
 
 
@@ -151,7 +150,7 @@ def describe(kv_caches: dict[str, Any], kv_cache_config: Any) -> Caches:
     for layer in sorted(groups[0].layer_names, key=_natural):
         tensor = kv_caches.get(layer)
         if tensor is None:
-            continue
+            raise ConfigError(f"layer {layer} has no KV cache; those that have one are {list(kv_caches)[:4]}...")
         spec = _spec_of(layer, groups[0].kv_cache_spec, tensor)
         if block_tokens not in (None, spec.block_tokens):
             raise ConfigError(f"layer {layer} has blocks of {spec.block_tokens} tokens, others of {block_tokens}")
@@ -187,6 +186,9 @@ def describe(kv_caches: dict[str, Any], kv_cache_config: Any) -> Caches:
                     "head_size": area.head_size,
                 }
             )
+    strangers = [layer for layer, tensor in kv_caches.items() if (tensor.data_ptr(), tuple(tensor.shape)) not in seen]
+    if strangers:
+        raise ConfigError(f"layers {strangers[:4]} have a KV cache and are in no KV cache group")
     if not regions:
         raise ConfigError(f"none of the layers {list(kv_caches)[:4]} is in the model's KV cache group")
     if len(orders) > 1:

@@ -1,10 +1,12 @@
 """The class that vLLM loads: each hook goes to the half whose process this is."""
 
+import functools
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 
@@ -22,6 +24,23 @@ try:
     _P2P: Any = CacheHitSource.P2P
 except ImportError:  # The counter's label is a convenience; nothing else depends on it.
     _P2P = None
+
+
+def hook(otherwise: Any = None) -> Any:
+    """A fault of ours costs what it is about, and never vLLM's loop: it is logged, and vLLM gets the harmless answer."""
+
+    def guarded(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:
+                log.exception("hook %s failed", method.__name__)
+                return otherwise() if callable(otherwise) else otherwise
+
+        return call
+
+    return guarded
 
 
 class KvConnector(KVConnectorBase_V1, SupportsHMA):
@@ -45,28 +64,35 @@ class KvConnector(KVConnectorBase_V1, SupportsHMA):
                 raise ConfigError(f"the model has {len(groups)} KV cache groups; kv_connector supports 1")
             self._scheduler = SchedulerSide(self._options, groups[0].kv_cache_spec.block_size)
         else:
-            self._worker = WorkerSide(self._options, kv_cache_config)
+            self._worker = WorkerSide(self._options, kv_cache_config, vllm_config)
 
     # ---- scheduler process
 
+    @hook()
     def on_new_request(self, request: Any) -> None:
         self._sched.arrived(request)
 
+    @hook((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self._sched.matched_tokens(request, num_computed_tokens)
 
+    @hook()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._sched.allocated(request, blocks, num_external_tokens)
 
+    @hook(StepMeta)
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         return self._sched.step()
 
+    @hook()
     def update_connector_output(self, connector_output: Any) -> None:
         self._sched.heard(connector_output)
 
+    @hook((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._sched.finished(request, (block_ids,))
 
+    @hook((False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -77,6 +103,7 @@ class KvConnector(KVConnectorBase_V1, SupportsHMA):
         if ours:
             self._sched.publish(ours)
 
+    @hook(False)
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_work()
 
@@ -94,6 +121,7 @@ class KvConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> Handshake | None:
         return self._work.handshake()
 
+    @hook()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
         if isinstance(meta, StepMeta):
@@ -108,16 +136,20 @@ class KvConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Nothing is saved."""
 
+    @hook(lambda: (set(), set()))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         results = self._work.results()
         return results.finished_sending, results.finished_recving
 
+    @hook(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         return self._work.results()
 
+    @hook(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._work.take_bad_blocks()
 
+    @hook()
     def build_connector_worker_meta(self) -> Any:
         return self._work.take_reports()
 
@@ -129,6 +161,7 @@ class KvConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- both
 
+    @hook()
     def get_kv_connector_stats(self) -> Stats | None:
         side = self._scheduler or self._worker
         return side.take_stats() if side is not None else None
@@ -147,9 +180,10 @@ class KvConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @hook(False)
     def reset_cache(self) -> bool:
-        """Nothing is cached here; leases and loads end by themselves."""
-        return True
+        """vLLM calls it when blocks lose their meaning, such as after new weights: what is offered, loaded or lent ends."""
+        return self._scheduler is None or self._scheduler.reset()
 
     def shutdown(self) -> None:
         try:

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
 BYTES = tuple(2.0 ** (10 + 2 * i) for i in range(13))
 
 PREFIX = "vllm:kv_connector_"
@@ -26,6 +26,7 @@ class Stats(KVConnectorStats):
             "load_bytes": [],
             "loads_failed": {},
             "leases_ended": {},
+            "loads_cancelled": 0,
             "requests_refused": 0,
         }
 
@@ -36,6 +37,9 @@ class Stats(KVConnectorStats):
 
     def failed(self, reason: str) -> None:
         _add(self.data["loads_failed"], reason, 1)
+
+    def cancelled(self) -> None:
+        self.data["loads_cancelled"] += 1
 
     def lease_ended(self, how: str) -> None:
         _add(self.data["leases_ended"], how, 1)
@@ -78,6 +82,8 @@ class Stats(KVConnectorStats):
             reduced[f"failed: {reason}"] = count
         for how, count in sorted(self.data["leases_ended"].items()):
             reduced[f"leases {how}"] = count
+        if self.data["loads_cancelled"]:
+            reduced["cancelled"] = self.data["loads_cancelled"]
         if self.data["requests_refused"]:
             reduced["requests refused"] = self.data["requests_refused"]
         return reduced
@@ -114,14 +120,16 @@ class PromMetrics(KVConnectorPromMetrics):
         self._ended = self._labelled(
             "leases_ended", "Leases that ended on a rank of the producer, by how they did.", "end", self.ENDS
         )
-        self._refused = create_metric_per_engine(
-            self._counter_cls(
-                name=PREFIX + "requests_refused",
-                documentation="Requests whose kv_transfer_params could not be; they were computed here.",
-                labelnames=labelnames,
-            ),
-            self.per_engine_labelvalues,
-        )
+        self._counts = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=PREFIX + name, documentation=text, labelnames=labelnames),
+                self.per_engine_labelvalues,
+            )
+            for name, text in (
+                ("requests_refused", "Requests whose kv_transfer_params could not be; they were computed here."),
+                ("loads_cancelled", "Loads of requests whose client went away, per rank."),
+            )
+        }
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> dict[int, Any]:
         metric = self._histogram_cls(
@@ -150,8 +158,9 @@ class PromMetrics(KVConnectorPromMetrics):
         for counters, name in ((self._failed, "loads_failed"), (self._ended, "leases_ended")):
             for key, count in data.get(name, {}).items():
                 counters[engine_idx][key].inc(count)
-        if data.get("requests_refused"):
-            self._refused[engine_idx].inc(data["requests_refused"])
+        for name, metric in self._counts.items():
+            if data.get(name):
+                metric[engine_idx].inc(data[name])
 
 
 class _Labelled(dict):

@@ -1,5 +1,8 @@
 """What a deployer says in --kv-transfer-config, as our configuration."""
 
+import hashlib
+import json
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +33,8 @@ def parse(vllm_config: Any) -> Options:
     transfer = vllm_config.kv_transfer_config
     extra = dict(transfer.kv_connector_extra_config or {})
     defaults = config_defaults()
-    known = tuple(sorted([*defaults, MODEL, LEASE_S]))
-    unknown = sorted(set(extra) - set(known))
+    known = tuple(sorted({*defaults, MODEL, LEASE_S} - {"engine_id"}))
+    unknown = sorted(set(extra) - set(known) - {"engine_id"})
     if unknown:
         raise ConfigError(f"kv_connector_extra_config: {', '.join(unknown)} is not known; known are {', '.join(known)}")
     if "engine_id" in extra:
@@ -42,7 +45,7 @@ def parse(vllm_config: Any) -> Options:
     lease_s = extra.pop(LEASE_S, None)
     if lease_s is not None:
         # The stock connector's name for it, in seconds.
-        if not isinstance(lease_s, (int, float)) or isinstance(lease_s, bool) or not lease_s > 0:
+        if not isinstance(lease_s, (int, float)) or isinstance(lease_s, bool) or not 0 < lease_s < math.inf:
             raise ConfigError(f"kv_connector_extra_config: {LEASE_S} is {lease_s!r}, not a number of seconds above 0")
         extra.setdefault("lease_ttl_ms", int(lease_s * 1000))
         extra.setdefault("lease_renewal_ms", int(lease_s * 1000))
@@ -73,6 +76,37 @@ def _model_name(model_config: Any) -> str:
         if value:
             parts.append(f"{name}={value}")
     return " ".join(parts)
+
+
+def fingerprint(model: str, vllm_config: Any, layers: list[str]) -> str:
+    """The model's name and all else that decides what the bytes of a block mean, though shapes and strides do not show it.
+
+    The attention backend packs a block as it likes, on CPUs by their instructions; cached elements may be quantised in several
+    ways that all look like bytes; and the model's own configuration decides, for instance, how positions are turned.
+    """
+    parts = [model]
+    cache_dtype = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", None)
+    dtype = getattr(vllm_config.model_config, "dtype", None)
+    parts += [f"kv_cache_dtype={cache_dtype}", f"dtype={dtype}"]
+    context = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None) or {}
+    packings = set()
+    for layer in layers:
+        attention = context.get(layer)
+        backend = getattr(attention, "attn_backend", None)
+        if backend is not None:
+            packings.add("/".join(filter(None, (backend.get_name(), getattr(attention, "isa", None)))))
+    if packings:
+        parts.append(f"attention={','.join(sorted(packings))}")
+    hf_config = getattr(vllm_config.model_config, "hf_config", None)
+    if hasattr(hf_config, "to_dict"):
+        text = json.dumps(_plain(hf_config.to_dict()), sort_keys=True, default=str)
+        parts.append(f"config={hashlib.sha256(text.encode()).hexdigest()[:16]}")
+    return " ".join(parts)
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Without what says where the model came from, which may differ between hosts."""
+    return {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")}
 
 
 def _check_parallel(parallel: Any) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .. import Identity, KvConnectorError, LoadEnded, SchedulerCore, WorkersSilent
+from .. import Identity, InternalError, KvConnectorError, LoadEnded, SchedulerCore, WorkersSilent
 from .log import Limited, log
 from .meta import Handshake, Loading, Reports, StepMeta
 from .metrics import Stats
@@ -30,6 +30,10 @@ class SchedulerSide:
 
     def publish(self, handshakes: dict[int, Handshake]) -> None:
         """The workers have registered their caches: consumers can shake hands from now on."""
+        if self._core is not None:
+            # Leases and loads of the first one would be lost, and its port is taken.
+            log.warning("the workers' cards came a second time; the first ones stay")
+            return
         cards = [handshakes[rank].card for rank in sorted(handshakes)]
         identity = Identity.from_bytes(handshakes[min(handshakes)].identity)
         self._core = SchedulerCore(self._options.config, identity, cards)
@@ -57,13 +61,13 @@ class SchedulerSide:
             role = "kv_consumer" if wants else "kv_producer"
             self._refused(request, f"this engine's kv_role is not {role}")
             return
-        prompt = request.prompt_token_ids
-        if prompt is None:
-            self._refused(request, "its prompt is not made of tokens")
+        why = _not_told_by_tokens(request)
+        if why:
+            self._refused(request, why)
             return
         try:
-            role = self._core.request_arrived(request.request_id, prompt, params)
-        except KvConnectorError as error:
+            role = self._core.request_arrived(request.request_id, request.prompt_token_ids, params)
+        except (KvConnectorError, OverflowError, TypeError, ValueError) as error:
             self._refused(request, str(error))
             return
         if role != "plain":
@@ -99,15 +103,15 @@ class SchedulerSide:
         loading = Loading(name, tuple(group[first:count] for group in groups))
         try:
             load = self._core.blocks_allocated(name, local_tokens, external_tokens, groups)
-        except KvConnectorError as error:
+        except (KvConnectorError, OverflowError, TypeError, ValueError) as error:
             load = None
             self._limited.warning("not begun", "load of request %s cannot begin: %s", name, error)
-            self._core.request_declined(name)
-        if load is None:
-            # vLLM waits for it, so that its end must be told.
-            self._meta.refused.append(loading)
-        else:
+        if load is not None:
             self._meta.loads[load] = loading
+            return
+        # vLLM waits for it, so that its end must be told.
+        self._meta.refused.append(loading)
+        self._core.request_declined(name)
 
     def finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         name = request.request_id
@@ -115,10 +119,15 @@ class SchedulerSide:
         self._local_tokens.pop(name, None)
         if self._core is None or role is None:
             return False, None
-        if request.status.name in GOOD_ENDS:
-            end = self._core.request_finished(name, request.num_computed_tokens, [list(g) for g in blocks])
-        else:
-            end = self._core.request_aborted(name)
+        try:
+            if request.status.name in GOOD_ENDS:
+                end = self._core.request_finished(name, request.num_computed_tokens, [list(g) for g in blocks])
+            else:
+                end = self._core.request_aborted(name)
+        except InternalError:
+            # A lease may have been granted: rather blocks that stay held than blocks that are read by two.
+            log.exception("the end of request %s was not taken", name)
+            return role == "producer", None
         if end.lease is None:
             # Blocks that a load still writes are kept by vLLM itself, until the load's end is reported.
             return False, end.params
@@ -131,17 +140,20 @@ class SchedulerSide:
         meta, self._meta = self._meta, StepMeta()
         if self._core is None:
             return meta
-        for event in self._core.events():
-            if isinstance(event, LoadEnded):
-                self._ended(event)
-            elif isinstance(event, WorkersSilent):
-                log.error("workers %s have not reported the end of %s", event.missing, event.hold)
+        self._take_events()
         try:
             meta.plan = self._core.plan_step()
         except KvConnectorError as error:
             # It stays in the core, and goes out with the next step.
             self._limited.warning("plan", "the plan of a step could not be made: %s", error)
         return meta
+
+    def _take_events(self) -> None:
+        for event in self._core.events() if self._core is not None else ():
+            if isinstance(event, LoadEnded):
+                self._ended(event)
+            elif isinstance(event, WorkersSilent):
+                log.error("workers %s have not reported the end of %s", event.missing, event.hold)
 
     def _ended(self, event: LoadEnded) -> None:
         if not event.loaded:
@@ -163,6 +175,8 @@ class SchedulerSide:
                 self._core.take_report(report)
             except KvConnectorError as error:
                 self._limited.warning("report", "a worker's report was refused: %s", error)
+        # Before vLLM asks again for a request whose load has failed: another producer may have the same.
+        self._take_events()
 
     def has_work(self) -> bool:
         """Whether something must be carried although no request runs."""
@@ -173,6 +187,28 @@ class SchedulerSide:
     def take_stats(self) -> Stats | None:
         return self._stats.take()
 
+    def reset(self) -> bool:
+        """Blocks are about to mean something else: offers go back, loads are cancelled, leases are taken back. Whether
+        nothing is left; what is left ends within moments."""
+        if self._core is None:
+            return True
+        self._core.drain(0.0)
+        self._core.resume()
+        return self._core.stats()["holds"] == 0
+
     def counters(self) -> dict[str, Any]:
         """The native core's counters; empty before the workers have started."""
         return self._core.stats() if self._core is not None else {}
+
+
+def _not_told_by_tokens(request: Any) -> str | None:
+    """Why the tokens of a prompt do not say what its KV is; None if they do. An offer names a prompt by its tokens."""
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "its prompt is not made of tokens alone"
+    if getattr(request, "prompt_is_token_ids", None) is not None:
+        return "its prompt is not made of tokens alone"
+    if getattr(request, "mm_features", None):
+        return "its prompt has pictures or sounds, which its tokens do not name"
+    if getattr(request, "lora_request", None) is not None:
+        return "it uses an adapter, which its tokens do not name"
+    return None

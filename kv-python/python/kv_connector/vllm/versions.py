@@ -5,7 +5,7 @@ import logging
 import re
 
 OLDEST = (0, 32)
-NEWEST_TESTED = (0, 33)
+NEWEST_TESTED = (0, 32)
 
 # What we need beyond the base class; it came with 0.32.
 NEEDED = {

@@ -1,5 +1,6 @@
 """The half in each of vLLM's worker processes: registers the caches, carries plans in and reports out."""
 
+import time
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -9,22 +10,28 @@ from .caches import describe
 from .log import Limited, log
 from .meta import Handshake, Loading, Reports, StepMeta
 from .metrics import Stats
-from .options import Options
+from .options import Options, fingerprint
 
 SHUT_DOWN_S = 2.0
+# After the native thread has died its transport goes down with it; until then it might still write.
+QUIET_AFTER_DEATH_S = 5.0
 
 
 class WorkerSide:
     """One per rank. Its native core has threads of its own; nothing here waits for them."""
 
-    def __init__(self, options: Options, kv_cache_config: Any) -> None:
+    def __init__(self, options: Options, kv_cache_config: Any, vllm_config: Any) -> None:
         self._options = options
+        self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._core: WorkerCore | None = None
         self._handshake: Handshake | None = None
         self._loads: dict[int, Loading] = {}
         self._leases: dict[int, str] = {}
         self._refused: list[Loading] = []
+        # Requests whose lease was never granted here.
+        self._unleased: list[str] = []
+        self._died_at: float | None = None
         # For the hooks that vLLM calls one after the other in a step.
         self._bad_blocks: set[int] = set()
         self._reports: list[bytes] = []
@@ -34,9 +41,8 @@ class WorkerSide:
     def register(self, kv_caches: dict[str, Any]) -> None:
         caches = describe(kv_caches, self._kv_cache_config)
         rank, identity = self._agree()
-        self._core = WorkerCore(
-            self._options.config, identity, rank, self._options.model, caches.layout, caches.memories
-        )
+        model = fingerprint(self._options.model, self._vllm_config, list(kv_caches))
+        self._core = WorkerCore(self._options.config, identity, rank, model, caches.layout, caches.memories)
         self._handshake = Handshake(identity.to_bytes(), self._core.card())
         log.info(
             "rank %d of engine %s registered %d regions in %d memories, %d blocks of %d tokens",
@@ -57,10 +63,16 @@ class WorkerSide:
 
         group = get_tp_group()
         rank = group.rank_in_group
-        drawn = Identity.draw(self._options.config, ranks).to_bytes() if rank == 0 else None
+        drawn: bytes | str | None = None
+        if rank == 0:
+            try:
+                drawn = Identity.draw(self._options.config, ranks).to_bytes()
+            except KvConnectorError as error:
+                # The others wait for a word.
+                drawn = str(error)
         told = group.broadcast_object(drawn, src=0)
-        if told is None:
-            raise ConfigError("the first tensor-parallel rank told no identity of the engine")
+        if not isinstance(told, bytes):
+            raise ConfigError(f"the first tensor-parallel rank has no identity of the engine: {told}")
         return rank, Identity.from_bytes(told)
 
     def handshake(self) -> Handshake | None:
@@ -70,23 +82,33 @@ class WorkerSide:
         self._loads |= meta.loads
         self._leases |= meta.leases
         self._refused += meta.refused
-        if meta.plan is None or self._core is None:
+        if meta.plan is None:
             return
         try:
+            if self._core is None:
+                raise KvConnectorError("the worker's half has ended")
             self._core.begin_step(meta.plan)
         except KvConnectorError as error:
-            # The scheduler's half waits for what was in it, and says so at its limit.
+            # Nothing of it was begun, so that nobody reads or writes. The scheduler's half waits for what was in it, and
+            # says so at its limit.
             log.error("a plan was refused: %s", error)
             for load in meta.loads:
                 self._refused.append(self._loads.pop(load))
+            for lease in meta.leases:
+                self._unleased.append(self._leases.pop(lease))
 
     def results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         for loading in self._refused:
             self._fail(loading, 0, results)
+            self._stats.failed("not_begun")
         self._refused = []
+        results.finished_sending.update(self._unleased)
+        self._unleased = []
         report = self._core.report() if self._core is not None else None
         if report is None:
+            if self._loads or self._leases:
+                self._bury(results)
             return results
         self._reports.append(report.data)
         for end in report.loads:
@@ -99,13 +121,33 @@ class WorkerSide:
                 self._stats.loaded(end.bytes, end.read_us / 1e6, end.confirm_us / 1e6)
             else:
                 self._fail(loading, end.verified, results)
-                self._stats.failed(end.reason)
+                if end.reason == "cancelled":
+                    # Its client went away; no failure of anybody's.
+                    self._stats.cancelled()
+                else:
+                    self._stats.failed(end.reason)
         for lease, how in report.leases:
             request = self._leases.pop(lease, None)
             if request is not None:
                 results.finished_sending.add(request)
             self._stats.lease_ended(how)
         return results
+
+    def _bury(self, results: KVConnectorTransferResults) -> None:
+        """Ends what was in the hands of a native thread that has died, once nothing can be written or read any more."""
+        if self._core is None or self._core.is_running():
+            return
+        now = time.monotonic()
+        if self._died_at is None:
+            self._died_at = now
+            log.error("the connector's thread has died: loads fail from now on; restart this engine")
+        if now - self._died_at < QUIET_AFTER_DEATH_S:
+            return
+        for loading in self._loads.values():
+            self._fail(loading, 0, results)
+            self._stats.failed("report_missing")
+        results.finished_sending.update(self._leases.values())
+        self._loads, self._leases = {}, {}
 
     def _fail(self, loading: Loading, verified: int, results: KVConnectorTransferResults) -> None:
         results.finished_recving.add(loading.request)

@@ -16,14 +16,14 @@ impl Core {
             return true;
         };
         let Some(first) = &request.producer else { return true };
-        if self.recovering.admits(first) {
+        if self.recovering.admits(number, first) {
             return true;
         }
         let others = if self.settings.policy == Policy::Retry { connector.sources(id) } else { Vec::new() };
         for (n, peer) in others.into_iter().enumerate().skip(1) {
             // Those that were in front of it stay in front of all that are looked at later.
             let same = connector.use_source(id, n).is_ok() && connector.remote_tokens(id, local) == remote;
-            if same && self.recovering.admits(&peer) {
+            if same && self.recovering.admits(number, &peer) {
                 request.producer = Some(peer);
                 return true;
             }
@@ -111,7 +111,7 @@ impl Core {
         let next = match next {
             Next::Elsewhere(n) if !self.load_from(number, n, others, valid_tokens) => {
                 // The attempt that was decided on is not made.
-                self.recovering.gone(number, None);
+                self.recovering.gone(number);
                 Next::ResumeFrom(valid_tokens)
             }
             next => next,
