@@ -92,6 +92,7 @@ fn load(s: &mut Scheduler) {
 fn fail(s: &mut Scheduler) {
     load(s);
     report(s, 2, 1, failed(LoadFailure::PeerLost));
+    s.take_events();
 }
 
 fn finish(s: &mut Scheduler) {
@@ -184,6 +185,7 @@ fn p2_each_offer_is_read_or_given_back_exactly_once_however_the_request_goes() {
                 for n in [2, 3] {
                     allocate(s, 3, 0).unwrap();
                     report(s, 4, n, failed(LoadFailure::Lapsed));
+                    s.take_events();
                 }
             },
             ["read", "read", "read"],
@@ -207,6 +209,20 @@ fn p2_each_offer_is_read_or_given_back_exactly_once_however_the_request_goes() {
         s.take_events();
         assert_forgotten(&s);
     }
+}
+
+// H-29
+#[test]
+fn p3_no_second_load_begins_before_the_engine_has_taken_the_end_of_the_first() {
+    let mut s = arrived(two_offers());
+    load(&mut s);
+    report(&mut s, 2, 1, failed(LoadFailure::PeerLost));
+    assert_eq!((s.remote_tokens(&req("r"), 0), s.sources(&req("r"))), (0, vec![]));
+    let refused = s.blocks_allocated(at(3), &req("r"), 0, 8, &[run(40, 2)]);
+    assert!(matches!(refused, Err(SchedError::NothingRemote { asked: 8, .. })), "{refused:?}");
+    assert_eq!(s.take_events().len(), 1);
+    assert_eq!(s.sources(&req("r")).len(), 1);
+    allocate(&mut s, 3, 0).unwrap();
 }
 
 // H-11, H-27, H-29
@@ -241,7 +257,8 @@ fn p8_the_next_producer_is_asked_for_the_rest_only() {
 #[test]
 fn when_all_have_failed_nothing_remote_is_left() {
     let mut s = arrived(two_offers());
-    fail(&mut s);
+    load(&mut s);
+    report(&mut s, 2, 1, failed(LoadFailure::PeerLost));
     assert_eq!(failure(&mut s), (0, vec![other_peer()]));
     allocate(&mut s, 3, 0).unwrap();
     report(&mut s, 4, 2, failed_after(LoadFailure::ReadFailed, 1));
