@@ -66,3 +66,29 @@ fn p8_a_prefill_engine_that_is_killed_costs_nothing_when_another_has_computed_th
         assert_eq!(second.settled().await["connector"]["leases"]["confirmed"], 2);
     });
 }
+
+/// Stops a process, or lets it go on.
+fn signal(pid: u32, name: &str) {
+    let sent = std::process::Command::new("kill").args(["-s", name, &pid.to_string()]).status().unwrap();
+    assert!(sent.success());
+}
+
+// H-29
+#[test]
+fn p4_a_prefill_engine_that_stands_still_keeps_nobody_waiting() {
+    let _turn = my_turn();
+    let first = Server::connected("p-1", &[]);
+    let second = Server::connected("p-2", &[]);
+    let d = Server::connected("d", &["--policy", "retry"]);
+    let router =
+        Server::route(&["--prefill", &first.url, "--second-prefill", &second.url, "--decode", &d.url]);
+    block_on(async {
+        signal(first.child.id(), "STOP");
+        let struck = prompt(1, 100);
+        let (status, answer) = router.ask("r1", &struck, 6, &Value::Null).await;
+        signal(first.child.id(), "CONT");
+        assert_eq!((status, tokens(&answer)), (200, reference(&struck, 6)), "{answer}");
+        assert_eq!(second.settled().await["connector"]["leases"]["confirmed"], 1);
+        assert_eq!(d.settled().await["connector"]["loads"]["loaded"], 1);
+    });
+}

@@ -201,6 +201,19 @@ async def main_async(a, engines):
             total = sum(map(len, prompts))
             print(f"  D's prompt tokens: {ext:.0f} from the connector, {comp:.0f} computed by D, of {total}")
             report["external_tokens"], report["computed_tokens"] = ext, comp
+            report["transfer"] = moved = {
+                what: sum(msum(after, n) - msum(before, n) for n in names)
+                for what, names in {
+                    "seconds": ("vllm:kv_connector_load_seconds_sum", "vllm:nixl_xfer_time_seconds_sum"),
+                    "bytes": ("vllm:kv_connector_load_bytes_sum", "vllm:nixl_bytes_transferred_sum"),
+                    "count": ("vllm:kv_connector_load_seconds_count", "vllm:nixl_xfer_time_seconds_count"),
+                }.items()
+            }
+            if moved["count"]:
+                print(
+                    f"  transfers: {moved['count']:.0f}, {moved['bytes'] / 1e6:.1f} MB, "
+                    f"{moved['seconds'] / moved['count'] * 1e3:.1f} ms each"
+                )
             checks.append(
                 (
                     f"D took at least {a.min_external:.0%} of prompt tokens from the connector",

@@ -2,6 +2,7 @@
 //!
 //! A request has one offer. A further attempt brings the same one again, as a router would, for what is missing.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kv_proto::{LoadFailure, Moment, PeerLocator, RequestId, TransferParams};
@@ -28,6 +29,8 @@ const FORGET_AFTER: Duration = Duration::from_millis(7_000);
 pub(super) struct Recovering {
     pub(super) machine: Recovery<RequestId, PeerLocator>,
     pub(super) account: Account,
+    /// Requests whose load is the probe of a breaker, and of whose.
+    probes: BTreeMap<RequestId, PeerLocator>,
 }
 
 /// A configuration: any policy, small budgets, short waits.
@@ -71,7 +74,7 @@ impl Recovering {
             _ => {}
         }
         let machine = Recovery::new(config).ok()?;
-        Some(Self { machine, account: Account::new(limits.clone()) })
+        Some(Self { machine, account: Account::new(limits.clone()), probes: BTreeMap::new() })
     }
 }
 
@@ -96,12 +99,16 @@ impl World {
         else {
             return true;
         };
-        if let Admission::Refuse { .. } = recovery.machine.admit(now, &peer)
-            && !ignores
-        {
-            self.refused += 1;
-            self.tell(|| format!("{id} does not load from {}: its breaker is open", peer.engine));
-            return false;
+        match recovery.machine.admit(now, &peer) {
+            Admission::Refuse { .. } if !ignores => {
+                self.refused += 1;
+                self.tell(|| format!("{id} does not load from {}: its breaker is open", peer.engine));
+                return false;
+            }
+            Admission::Probe => {
+                recovery.probes.insert(id.clone(), peer.clone());
+            }
+            Admission::Go | Admission::Refuse { .. } => {}
         }
         self.judge_begin(index, id, now, &peer);
         true
@@ -115,6 +122,7 @@ impl World {
             (&mut engine.recovery, request.offer.as_deref().and_then(peer_of))
         {
             recovery.machine.load_succeeded(now, id, &peer);
+            recovery.probes.remove(id);
             recovery.account.answered(&peer);
         }
     }
@@ -148,6 +156,9 @@ impl World {
         };
         let mut out = Vec::new();
         recovery.machine.load_failed(now, facts, &mut out);
+        if let Some(peer) = recovery.probes.remove(id) {
+            recovery.machine.load_abandoned(now, &peer);
+        }
         self.follow_directives(index, out);
     }
 
@@ -157,6 +168,9 @@ impl World {
         let now = engine.clock.read(self.now);
         if let Some(recovery) = &mut engine.recovery {
             recovery.machine.request_gone(now, id);
+            if let Some(peer) = recovery.probes.remove(id) {
+                recovery.machine.load_abandoned(now, &peer);
+            }
         }
     }
 
