@@ -119,3 +119,102 @@ def test_a_vllm_that_cannot_be_used_is_named(version, missing, words):
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.1", "1.0.0", "dev", "0.0.0"])
 def test_others_can_be_used(version):
     assert versions.complaint(version, []) is None
+
+
+class Storage:
+    def __init__(self, address, size):
+        self.address, self.size = address, size
+
+    def data_ptr(self):
+        return self.address
+
+    def nbytes(self):
+        return self.size
+
+
+class Tensor:
+    """A torch tensor as far as it is looked at."""
+
+    def __init__(self, sizes, storage, offset=0, strides=None, dtype="torch.float32", device="cpu"):
+        self.shape, self.strides, self.storage = sizes, strides or packed(sizes), storage
+        self.offset, self.dtype = offset, dtype
+        self.device = types.SimpleNamespace(type=device)
+
+    def stride(self):
+        return self.strides
+
+    def element_size(self):
+        return 4
+
+    def data_ptr(self):
+        return self.storage.address + self.offset
+
+    def untyped_storage(self):
+        return self.storage
+
+
+class FullAttentionSpec:
+    block_size, num_kv_heads = 32, 2
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
+def cache_config(layers, spec=FullAttentionSpec, groups=1):
+    group = types.SimpleNamespace(layer_names=layers, kv_cache_spec=spec())
+    return types.SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=10)
+
+
+SIZES = (10, 2, 32, 128)
+BLOCK = 2 * 32 * 128 * 4
+
+
+def test_layers_of_their_own_memories_and_layers_that_share_one():
+    own = {f"layers.{n}": Tensor(SIZES, Storage(10_000_000 * (n + 1), 10 * BLOCK)) for n in (10, 9)}
+    made = caches.describe(own, cache_config(list(own)))
+    assert [r["layer"] for r in made.layout["regions"]] == ["layers.9", "layers.10"]
+    assert [r["memory"] for r in made.layout["regions"]] == [0, 1]
+    assert made.memories[0][:2] == (100_000_000, 10 * BLOCK)
+    assert made.layout["regions"][0]["block_bytes"] == BLOCK and made.layout["order"] == "heads_tokens"
+    # Two layers in one allocation, block by block.
+    storage, strides = Storage(5_000, 20 * BLOCK), (2 * BLOCK // 4, 32 * 128, 128, 1)
+    shared = {f"layers.{n}": Tensor(SIZES, storage, n * BLOCK, strides) for n in (0, 1)}
+    made = caches.describe(shared, cache_config(list(shared)))
+    assert len(made.memories) == 1 and made.memories[0][:2] == (5_000, 20 * BLOCK)
+    assert [(r["base"], r["block_stride"]) for r in made.layout["regions"]] == [(0, 2 * BLOCK), (BLOCK, 2 * BLOCK)]
+
+
+def test_a_layer_that_uses_anothers_cache_is_not_moved_twice():
+    one = Tensor(SIZES, Storage(5_000, 10 * BLOCK))
+    made = caches.describe({"layers.0": one, "layers.1": one}, cache_config(["layers.0", "layers.1"]))
+    assert [r["layer"] for r in made.layout["regions"]] == ["layers.0"]
+    # Also if it is in no group.
+    assert caches.describe({"layers.0": one, "draft": one}, cache_config(["layers.0"])).layout["regions"]
+
+
+@pytest.mark.parametrize(
+    ("kv_caches", "config", "words"),
+    [
+        (["layers.0"], cache_config(["layers.0", "layers.1"]), "layer layers.1 has no KV cache"),
+        (["layers.0", "other"], cache_config(["layers.0"]), r"\['other'\] have a KV cache and are in no"),
+        (["layers.0"], cache_config(["layers.0"], SlidingWindowSpec), "layers.0 is a SlidingWindowSpec"),
+        (["layers.0"], cache_config(["layers.0"], groups=2), "2 KV cache groups"),
+    ],
+)
+def test_caches_that_are_not_what_the_model_says_are_refused(kv_caches, config, words):
+    tensors = {n: Tensor(SIZES, Storage(5_000_000 * (i + 1), 10 * BLOCK)) for i, n in enumerate(kv_caches)}
+    with pytest.raises(ConfigError, match=words):
+        caches.describe(tensors, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "torch.int8"}, "elements of torch.int8"),
+        ({"device": "cuda"}, "host memory only"),
+    ],
+)
+def test_elements_and_devices_that_are_not_known_are_refused(change, words):
+    with pytest.raises(ConfigError, match=words):
+        caches.describe({"layers.0": Tensor(SIZES, Storage(5_000, 10 * BLOCK), **change)}, cache_config(["layers.0"]))
