@@ -29,7 +29,7 @@ def sides(blocks: int) -> tuple[SchedulerSide, WorkerSide]:
     identity, core = plugin._worker(config, BLOCK_TOKENS, blocks)
     scheduler = SchedulerSide(options, BLOCK_TOKENS)
     scheduler.publish({0: Handshake(identity.to_bytes(), core.card())})
-    worker = WorkerSide(options, None)
+    worker = WorkerSide(options, None, None)
     worker._core = core
     return scheduler, worker
 

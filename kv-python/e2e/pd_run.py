@@ -291,6 +291,9 @@ async def main_async(a, engines):
     ok = all(c for _, c in checks if c is not None)
     for text, c in checks:
         print(f"  [{'--' if c is None else 'ok' if c else 'NO'}] {text}")
+    if a.negative_control:
+        # Here wrong answers are what must be seen.
+        ok = "WRONG" in verdict
     report["checks"], report["pass"] = checks, ok
     if a.json:
         json.dump(report, open(a.json, "w"), indent=1)

@@ -439,3 +439,11 @@ def test_prometheus_has_our_names_with_units():
     assert value("vllm:kv_connector_loads_failed_total", reason="other") == 1
     assert value("vllm:kv_connector_loads_failed_total", reason="lapsed") == 0
     assert value("vllm:kv_connector_leases_ended_total", end="confirmed") == 1
+
+
+def test_the_measurement_of_a_step_runs(monkeypatch, capsys):
+    import hooks
+
+    monkeypatch.setattr(sys, "argv", ["hooks.py", "--requests", "3", "--steps", "20", "--prompt-tokens", "40"])
+    hooks.main()
+    assert "in flight at the end: 3 loads" in capsys.readouterr().out
