@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
-from kv_connector import ConfigError, Identity, WorkerCore  # noqa: E402
+from kv_connector import ConfigError, Identity, InternalError, WorkerCore  # noqa: E402
 from kv_connector.vllm import KvConnector  # noqa: E402
 from kv_connector.vllm.meta import Handshake  # noqa: E402
 from kv_connector.vllm.metrics import PromMetrics, Stats  # noqa: E402
@@ -327,6 +327,22 @@ def test_a_fault_of_ours_does_not_reach_vllms_loop():
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     assert d.scheduler.has_pending_push_work() is False
     assert d.scheduler.build_connector_meta(None).plan is None
+
+
+def test_what_a_step_must_tell_the_workers_outlives_a_fault_of_ours():
+    d = Engine("d")
+    side = d.scheduler._scheduler
+    side._meta.leases[7] = "pr"
+
+    class Faulty:
+        def events(self):
+            raise InternalError("a panic")
+
+        def plan_step(self):
+            raise InternalError("another")
+
+    side._core = Faulty()
+    assert d.scheduler.build_connector_meta(None).leases == {7: "pr"}
 
 
 def test_a_worker_whose_thread_is_gone_ends_what_was_in_its_hands(monkeypatch):

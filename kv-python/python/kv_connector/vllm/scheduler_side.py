@@ -137,14 +137,15 @@ class SchedulerSide:
     # ---- steps
 
     def step(self) -> StepMeta:
+        # Whatever else fails, workers must hear of what vLLM waits for.
         meta, self._meta = self._meta, StepMeta()
         if self._core is None:
             return meta
-        self._take_events()
         try:
+            self._take_events()
             meta.plan = self._core.plan_step()
         except KvConnectorError as error:
-            # It stays in the core, and goes out with the next step.
+            # A plan that could not be made stays in the core, and goes out with the next step.
             self._limited.warning("plan", "the plan of a step could not be made: %s", error)
         return meta
 
