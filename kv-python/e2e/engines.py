@@ -223,5 +223,34 @@ class Engine:
         return m
 
 
+class Router(Engine):
+    """A router of somebody else's as a process: one prefill engine, where that tells its offers, and one decode engine."""
+
+    def __init__(self, a, prefill, decode, port, meeting_port):
+        super().__init__("router", a, port, 0)
+        self.cmd = [sys.executable, a.router, "--port", str(port), "--prefill", prefill.url, str(meeting_port)]
+        self.cmd += ["--decode", decode.url]
+
+    def start(self):
+        self.log = os.path.join(self.a.logs, f"{self.a.tag}-{self.name}.log")
+        self.t0 = time.time()
+        with open(self.log, "w") as log:
+            self.proc = subprocess.Popen(
+                self.cmd, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        return self
+
+    def healthy(self, timeout=2):
+        # It answers 503 until it knows its prefill engine, and has no path that says so.
+        body = json.dumps(dict(model="m", prompt=[5, 6, 7], max_tokens=1)).encode()
+        request = urllib.request.Request(self.url + "/v1/completions", body, {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=self.a.hang_limit) as r:
+                # A client that leaves before the end would leave P's blocks to their lease.
+                return bool(r.read()) and r.status == 200
+        except OSError:
+            return False
+
+
 def msum(m, name, *must):
     return sum(v for k, v in m.items() if k.split("{")[0] == name and all(x in k for x in must))

@@ -33,6 +33,12 @@ CASES = {
     "large-tcp": (LARGE, "wide"),
     "bfloat16": (["--dtype", "bfloat16", "--concurrency", "1"], ""),
     "two-ranks": (["--engine-arg=--tensor-parallel-size", "--engine-arg=2"], ""),
+    "at-once": (["--at-once"], "ours"),
+    "at-once-kill-p": (["--at-once", "--fault", "kill-p", "--policy", "recompute"], "ours"),
+    "at-once-stop-p": (
+        ["--at-once", "--fault", "stop-p", "--policy", "recompute", "--prefill-timeout", "10", "--hang-limit", "60"],
+        "ours",
+    ),
     "checksums": (["--extra", '{"checksums": true}'], "ours"),
     "edge": (EDGE, ""),
     "bad-input": ([*EDGE, "--bad-input"], "ours"),

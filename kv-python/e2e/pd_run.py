@@ -21,7 +21,7 @@ import time
 import urllib.request
 
 from edge import bad_input, edge_cases
-from engines import Engine, cpu_s, free_ports, msum, pss_mib, threads_cpu_s, tree
+from engines import Engine, Router, cpu_s, free_ports, msum, pss_mib, threads_cpu_s, tree
 from load import KINDS, drive, judge, make_prompts, show
 
 
@@ -103,7 +103,10 @@ async def main_async(a, engines):
             c["kv_connector_module_path"] = a.module_path
         return c
 
-    ports = free_ports(5)
+    ports = free_ports(6)
+    meet = a.at_once or bool(a.router)
+    if meet:
+        a.p_extra = json.dumps({"rendezvous_port": ports[5], **json.loads(a.p_extra)})
     print(
         f"P/D pair: {a.connector}{' from ' + a.module_path if a.module_path else ' (registered in vLLM)'}, "
         f"policy {a.policy}"
@@ -144,12 +147,17 @@ async def main_async(a, engines):
 
             asyncio.get_running_loop().call_later(a.fault_delay_ms / 1e3, hit)
 
-    proxy = PDProxy([P.url], [D.url], after_prefill, after_decode_sent, a.hang_limit, a.prefill_timeout, trace)
+    at_once = [f"http://127.0.0.1:{ports[5]}"] if meet else []
+    proxy = PDProxy([P.url], [D.url], after_prefill, after_decode_sent, a.hang_limit, a.prefill_timeout, trace, at_once)
     runner = web.AppRunner(proxy.app())
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", ports[4])
-    await site.start()
     url = f"http://127.0.0.1:{ports[4]}"
+    if a.router:
+        print(f"  router: {os.path.basename(a.router)}, as it is, which asks P and D at once")
+        engines.append(Router(a, P, D, ports[4], ports[5]).start())
+        engines[-1].wait()
+    else:
+        await web.TCPSite(runner, "127.0.0.1", ports[4]).start()
     checks = []
     try:
         warm, _ = await drive(
@@ -220,7 +228,10 @@ async def main_async(a, engines):
                     ext >= a.min_external * total,
                 )
             )
-            checks.append(("every prefill answer had kv_transfer_params", all(p for _, p in trace)))
+            if not a.router:
+                checks.append(
+                    ("every prefill answer had kv_transfer_params", bool(trace) and all(p for _, p in trace))
+                )
             if a.edge:
                 checks += await edge_cases(a, url, P, D)
             if a.bad_input:
@@ -356,6 +367,8 @@ def main():
         default=-1,
         help="kill P this long after D's request went out (default: before it)",
     )
+    g("--at-once", action="store_true", help="the proxy asks P and D at the same time; D asks P for the offer by name")
+    g("--router", metavar="FILE", help="another router that asks both at once: vLLM's mooncake_connector_proxy.py")
     g("--hang-limit", type=float, default=120)
     g(
         "--prefill-timeout",
@@ -382,6 +395,8 @@ def main():
         a.connector, a.module_path, a.no_leak_check = "NoLoadConnector", "no_load", True
     if a.prefill_timeout is None:
         a.prefill_timeout = a.hang_limit if a.fault == "none" else 30
+    if a.router and a.fault != "none":
+        ap.error("--fault needs this folder's own proxy; use --at-once")
     a.tag = a.tag or f"{a.connector}-{a.fault}-{a.policy}"
     engines = []
     try:

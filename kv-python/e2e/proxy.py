@@ -8,6 +8,10 @@ Engines are taken in turn, so several P and D can be given.
 
   python proxy.py --port 8000 --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
 
+With --at-once it asks both at the same time, and D asks P for the offer by the request's name:
+
+  python proxy.py --port 8000 --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --at-once http://127.0.0.1:8998
+
 `pd_run.py` uses the class in-process, with a hook between (1) and (2) for faults.
 """
 
@@ -36,8 +40,9 @@ class PDProxy:
         timeout=600.0,
         prefill_timeout=30.0,
         trace=None,
+        at_once=(),
     ):
-        self.p = itertools.cycle(prefill)
+        self.p = itertools.cycle(list(itertools.zip_longest(prefill, at_once)))
         self.d = itertools.cycle(decode)
         self.after_prefill = after_prefill  # async hook(request_id, kv_transfer_params)
         self.after_decode_sent = after_decode_sent  # sync hook(request_id), D's request is under way
@@ -45,6 +50,7 @@ class PDProxy:
         self.prefill_timeout = aiohttp.ClientTimeout(total=prefill_timeout)
         self.trace = trace if trace is not None else []
         self.session = None
+        self.prefills = set()
 
     def app(self):
         app = web.Application(client_max_size=1 << 28)
@@ -59,6 +65,21 @@ class PDProxy:
         app.on_cleanup.append(close)
         return app
 
+    async def prefill(self, url, body, headers, rid):
+        """P's parameters, and why there are none."""
+        try:
+            async with self.session.post(url, json=body, headers=headers, timeout=self.prefill_timeout) as r:
+                text = await r.text()
+                if r.status != 200:
+                    return None, "prefill answered %d: %s" % (r.status, text[:500])
+                params = json.loads(text).get("kv_transfer_params")
+        except (aiohttp.ClientError, asyncio.TimeoutError) as e:
+            return None, "prefill unreachable: %r" % e
+        self.trace.append((rid, params))
+        if self.after_prefill:
+            await self.after_prefill(rid, params)
+        return params, None
+
     async def handle(self, request):
         if self.session is None:
             self.session = aiohttp.ClientSession(timeout=self.timeout, connector=aiohttp.TCPConnector(limit=0))
@@ -70,22 +91,24 @@ class PDProxy:
         if "max_completion_tokens" in body:
             pre["max_completion_tokens"] = 1
         pre["kv_transfer_params"] = dict(PREFILL_PARAMS)
-        try:
-            async with self.session.post(
-                next(self.p) + request.path, json=pre, headers=headers, timeout=self.prefill_timeout
-            ) as r:
-                text = await r.text()
-                if r.status != 200:
-                    return web.json_response({"error": "prefill answered %d: %s" % (r.status, text[:500])}, status=502)
-                params = json.loads(text).get("kv_transfer_params")
-        except (aiohttp.ClientError, asyncio.TimeoutError) as e:
-            return web.json_response({"error": "prefill unreachable: %r" % e}, status=502)
-        self.trace.append((rid, params))
-        if self.after_prefill:
-            await self.after_prefill(rid, params)
+        prefill, meeting = next(self.p)
         dec = dict(body)
-        if params:
-            dec["kv_transfer_params"] = params
+        if meeting:
+            name = {"transfer_id": "xfer-" + rid}
+            pre["kv_transfer_params"] |= name
+            dec["kv_transfer_params"] = dict(
+                do_remote_decode=False, do_remote_prefill=True, remote_bootstrap_addr=meeting, **name
+            )
+            # Nobody waits for its answer, which D hears of from P.
+            task = asyncio.create_task(self.prefill(prefill + request.path, pre, headers, rid))
+            self.prefills.add(task)
+            task.add_done_callback(self.prefills.discard)
+        else:
+            params, problem = await self.prefill(prefill + request.path, pre, headers, rid)
+            if problem:
+                return web.json_response({"error": problem}, status=502)
+            if params:
+                dec["kv_transfer_params"] = params
         resp = None
         try:
             post = self.session.post(next(self.d) + request.path, json=dec, headers=headers)
@@ -116,5 +139,6 @@ if __name__ == "__main__":
     ap.add_argument("--port", type=int, default=8000)
     ap.add_argument("--prefill", nargs="+", required=True)
     ap.add_argument("--decode", nargs="+", required=True)
+    ap.add_argument("--at-once", nargs="+", default=[], metavar="URL", help="where each prefill engine tells its offers")
     a = ap.parse_args()
-    web.run_app(PDProxy(a.prefill, a.decode).app(), host="127.0.0.1", port=a.port, print=None)
+    web.run_app(PDProxy(a.prefill, a.decode, at_once=a.at_once).app(), host="127.0.0.1", port=a.port, print=None)

@@ -28,6 +28,7 @@ class Stats(KVConnectorStats):
             "leases_ended": {},
             "loads_cancelled": 0,
             "requests_refused": 0,
+            "offers_missed": 0,
         }
 
     def loaded(self, size: int, seconds: float, confirm_seconds: float) -> None:
@@ -46,6 +47,9 @@ class Stats(KVConnectorStats):
 
     def refused(self) -> None:
         self.data["requests_refused"] += 1
+
+    def missed(self) -> None:
+        self.data["offers_missed"] += 1
 
     def take(self) -> "Stats | None":
         """What was observed since the last call; None if nothing was."""
@@ -86,6 +90,8 @@ class Stats(KVConnectorStats):
             reduced["cancelled"] = self.data["loads_cancelled"]
         if self.data["requests_refused"]:
             reduced["requests refused"] = self.data["requests_refused"]
+        if self.data["offers_missed"]:
+            reduced["offers missed"] = self.data["offers_missed"]
         return reduced
 
 
@@ -127,6 +133,7 @@ class PromMetrics(KVConnectorPromMetrics):
             )
             for name, text in (
                 ("requests_refused", "Requests whose kv_transfer_params could not be; they were computed here."),
+                ("offers_missed", "Requests for which no producer had an offer; they were computed here."),
                 ("loads_cancelled", "Loads of requests whose client went away, per rank."),
             )
         }

@@ -12,6 +12,9 @@ from .. import ConfigError, check_config, config_defaults
 # Keys of kv_connector_extra_config that are not fields of the native configuration.
 MODEL = "model"
 LEASE_S = "kv_lease_duration"
+RENDEZVOUS_PORT = "rendezvous_port"
+RENDEZVOUS_WAIT_MS = "rendezvous_wait_ms"
+OURS = {MODEL, LEASE_S, RENDEZVOUS_PORT, RENDEZVOUS_WAIT_MS}
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class Options:
     produces: bool
     consumes: bool
     ranks: int
+    rendezvous_port: int | None = None
+    """Where a producer tells offers by name; None: nowhere."""
+    rendezvous_wait_s: float = 60.0
+    """How long a consumer's request waits for an offer that did not come along with it."""
+    keep_offers_s: float = 30.0
+    """How long a producer tells an offer: as long as nobody need have renewed its lease, and a little more."""
     known: tuple[str, ...] = field(default=())
 
 
@@ -33,7 +42,7 @@ def parse(vllm_config: Any) -> Options:
     transfer = vllm_config.kv_transfer_config
     extra = dict(transfer.kv_connector_extra_config or {})
     defaults = config_defaults()
-    known = tuple(sorted({*defaults, MODEL, LEASE_S} - {"engine_id"}))
+    known = tuple(sorted({*defaults, *OURS} - {"engine_id"}))
     unknown = sorted(set(extra) - set(known) - {"engine_id"})
     if unknown:
         raise ConfigError(f"kv_connector_extra_config: {', '.join(unknown)} is not known; known are {', '.join(known)}")
@@ -42,6 +51,12 @@ def parse(vllm_config: Any) -> Options:
     model = extra.pop(MODEL, None) or _model_name(vllm_config.model_config)
     if not isinstance(model, str):
         raise ConfigError(f"kv_connector_extra_config: model is {model!r}, which is no text")
+    port = extra.pop(RENDEZVOUS_PORT, None)
+    if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536):
+        raise ConfigError(f"kv_connector_extra_config: {RENDEZVOUS_PORT} is {port!r}, not a port")
+    wait_ms = extra.pop(RENDEZVOUS_WAIT_MS, 60_000)
+    if not isinstance(wait_ms, (int, float)) or isinstance(wait_ms, bool) or not 0 < wait_ms <= 3_600_000:
+        raise ConfigError(f"kv_connector_extra_config: {RENDEZVOUS_WAIT_MS} is {wait_ms!r}, not 1 to 3600000")
     lease_s = extra.pop(LEASE_S, None)
     if lease_s is not None:
         # The stock connector's name for it, in seconds.
@@ -59,12 +74,21 @@ def parse(vllm_config: Any) -> Options:
     except ConfigError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from error
     _check_parallel(vllm_config.parallel_config)
+    data_parallel = getattr(vllm_config.parallel_config, "data_parallel_size", 1)
+    if port is not None and isinstance(data_parallel, int) and data_parallel > 1:
+        raise ConfigError(
+            f"kv_connector_extra_config: {RENDEZVOUS_PORT} is set, data_parallel_size is {data_parallel}; engines that share "
+            "a configuration would share the port"
+        )
     return Options(
         config=config,
         model=model,
         produces=bool(transfer.is_kv_producer),
         consumes=bool(transfer.is_kv_consumer),
         ranks=vllm_config.parallel_config.tensor_parallel_size,
+        rendezvous_port=port if transfer.is_kv_producer else None,
+        rendezvous_wait_s=wait_ms / 1e3,
+        keep_offers_s=config.get("lease_ttl_ms", defaults["lease_ttl_ms"]) / 1e3 + 20.0,
         known=known,
     )
 

@@ -7,6 +7,7 @@ from .log import Limited, log
 from .meta import Handshake, Loading, Reports, StepMeta
 from .metrics import Stats
 from .options import Options
+from .rendezvous import Missed, Offered, Rendezvous, address_of, name_of
 
 # Ends after which a request's blocks hold its prompt.
 GOOD_ENDS = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
@@ -25,6 +26,20 @@ class SchedulerSide:
         self._meta = StepMeta()
         self._stats = Stats()
         self._limited = Limited()
+        self._rendezvous = Rendezvous(
+            options.config["engine_id"],
+            options.config.get("handshake_host", "127.0.0.1"),
+            options.rendezvous_port,
+            options.keep_offers_s,
+            options.rendezvous_wait_s,
+        )
+        # Producers' requests whose offer may be asked for, and the name they have for it.
+        self._promised: dict[str, str] = {}
+        # Consumers' requests that wait for an offer, and those that ended meanwhile: theirs is to be given back.
+        self._awaited: set[str] = set()
+        self._left: dict[str, Any] = {}
+        if self._rendezvous.port is not None:
+            log.info("offers are told by name at port %d", self._rendezvous.port)
 
     # ---- start and end
 
@@ -45,6 +60,7 @@ class SchedulerSide:
         )
 
     def shut_down(self) -> None:
+        self._rendezvous.close()
         self._core = None
 
     # ---- requests
@@ -57,6 +73,14 @@ class SchedulerSide:
         serves = params.get("do_remote_decode") if isinstance(params, dict) else True
         if not (wants or serves):
             return
+        try:
+            name, address = (name_of(params), address_of(params)) if isinstance(params, dict) else (None, None)
+        except ValueError as error:
+            self._refused(request, str(error))
+            return
+        if serves and name is not None:
+            self._promised[request.request_id] = name
+            self._rendezvous.promise(name)
         if (wants and not self._options.consumes) or (serves and not self._options.produces):
             role = "kv_consumer" if wants else "kv_producer"
             self._refused(request, f"this engine's kv_role is not {role}")
@@ -65,6 +89,15 @@ class SchedulerSide:
         if why:
             self._refused(request, why)
             return
+        if wants and name is not None and address is not None:
+            engine_id = params.get("remote_engine_id")
+            self._awaited.add(request.request_id)
+            self._rendezvous.ask(request.request_id, name, address, str(engine_id) if engine_id is not None else None)
+            return
+        self._admit(request, params)
+
+    def _admit(self, request: Any, params: Any) -> None:
+        assert self._core is not None
         try:
             role = self._core.request_arrived(request.request_id, request.prompt_token_ids, params)
         except (KvConnectorError, OverflowError, TypeError, ValueError) as error:
@@ -75,9 +108,23 @@ class SchedulerSide:
 
     def _refused(self, request: Any, why: str) -> None:
         self._stats.refused()
+        self._told(request.request_id, Missed(why))
         self._limited.warning("refused", "request %s is computed here: %s", request.request_id, why)
 
-    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
+    def _told(self, request: str, answer: Offered | Missed) -> None:
+        """Whoever asks for the offer of a producer's request gets this from now on."""
+        name = self._promised.pop(request, None)
+        if name is not None:
+            self._rendezvous.keep(name, answer)
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        if request.request_id in self._awaited:
+            answer = self._rendezvous.answer(request.request_id)
+            if answer is None:
+                # vLLM asks again in its next step.
+                return None, False
+            self._awaited.discard(request.request_id)
+            self._answered(request, answer)
         if self._core is None or self._roles.get(request.request_id) != "consumer":
             return 0, False
         tokens = self._core.remote_tokens(request.request_id, computed_tokens)
@@ -85,6 +132,15 @@ class SchedulerSide:
         tokens = min(tokens, max(0, request.num_tokens - computed_tokens))
         self._local_tokens[request.request_id] = computed_tokens
         return tokens, tokens > 0
+
+    def _answered(self, request: Any, answer: Offered | Missed) -> None:
+        if self._core is None:
+            return
+        if isinstance(answer, Offered):
+            self._admit(request, answer.params)
+            return
+        self._stats.missed()
+        self._limited.warning("missed", "request %s is computed here: %s", request.request_id, answer.why)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         name = request.request_id
@@ -117,6 +173,17 @@ class SchedulerSide:
         name = request.request_id
         role = self._roles.pop(name, None)
         self._local_tokens.pop(name, None)
+        if name in self._awaited:
+            self._awaited.discard(name)
+            self._left[name] = request
+        held, params = self._ended_as(role, request, blocks)
+        self._told(name, Offered(params) if params else Missed("it ended without an offer"))
+        return held, params
+
+    def _ended_as(
+        self, role: str | None, request: Any, blocks: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        name = request.request_id
         if self._core is None or role is None:
             return False, None
         try:
@@ -142,12 +209,22 @@ class SchedulerSide:
         if self._core is None:
             return meta
         try:
+            self._give_back_late_offers()
             self._take_events()
             meta.plan = self._core.plan_step()
         except KvConnectorError as error:
             # A plan that could not be made stays in the core, and goes out with the next step.
             self._limited.warning("plan", "the plan of a step could not be made: %s", error)
         return meta
+
+    def _give_back_late_offers(self) -> None:
+        for name in [name for name in self._left if self._rendezvous.has_answer(name)]:
+            request = self._left.pop(name)
+            answer = self._rendezvous.answer(name)
+            if isinstance(answer, Offered):
+                self._admit(request, answer.params)
+                if self._roles.pop(name, None) is not None and self._core is not None:
+                    self._core.request_aborted(name)
 
     def _take_events(self) -> None:
         for event in self._core.events() if self._core is not None else ():
@@ -182,7 +259,7 @@ class SchedulerSide:
     def has_work(self) -> bool:
         """Whether something must be carried although no request runs."""
         meta = self._meta
-        waiting = bool(meta.loads or meta.leases or meta.refused)
+        waiting = bool(meta.loads or meta.leases or meta.refused or self._left)
         return waiting or (self._core is not None and self._core.has_plan())
 
     def take_stats(self) -> Stats | None:
