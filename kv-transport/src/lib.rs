@@ -3,6 +3,7 @@
 pub mod contract;
 pub mod error;
 pub mod memory;
+mod stream;
 pub mod tcp;
 
 pub use contract::{

@@ -1,8 +1,7 @@
-//! Addresses and region keys as bytes. Both come back from peers, so decoding trusts nothing (rule T-10).
+//! Addresses as bytes. They come back from peers, so decoding trusts nothing (rule T-10).
 //!
 //! ```text
 //! address: "ka" | version u8 = 1 | port u16 | instance nonce 16 bytes | length of host u8 | host, UTF-8
-//! key:     "kk" | version u8 = 1 | region number u64 | region nonce u64
 //! ```
 //!
 //! Integers are little endian.
@@ -10,19 +9,16 @@
 use std::net::IpAddr;
 
 use super::NAME;
-use crate::contract::{Address, RegionKey};
+use crate::contract::Address;
 use crate::error::TransportError;
+use crate::stream::key::Nonce;
+use crate::stream::target::{Place, Target};
 
 const ADDRESS_TAG: [u8; 3] = [b'k', b'a', 1];
 const ADDRESS_FIXED_BYTES: usize = 3 + 2 + 16 + 1;
-const KEY_TAG: [u8; 3] = [b'k', b'k', 1];
-const KEY_BYTES: usize = 3 + 8 + 8;
 
 /// Longest name that the domain name system knows.
 const HOST_MAX_BYTES: usize = 253;
-
-/// A random number that names one life of a transport.
-pub(super) type Nonce = [u8; 16];
 
 /// Where a transport can be reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,6 +35,10 @@ pub(super) fn host_is_sound(host: &str) -> bool {
 }
 
 impl Endpoint {
+    pub(super) fn target(self) -> Target {
+        Target { place: Place::Tcp { host: self.host, port: self.port }, nonce: self.nonce }
+    }
+
     pub(super) fn encode(&self) -> Result<Address, TransportError> {
         let bad = |reason| TransportError::BadAddress { transport: NAME, reason };
         let length = u8::try_from(self.host.len()).map_err(|_| bad("the host is too long"))?;
@@ -72,31 +72,6 @@ impl Endpoint {
     }
 }
 
-/// Names one registration of a region in one life of a transport.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Key {
-    pub(super) region: u64,
-    pub(super) nonce: u64,
-}
-
-impl Key {
-    pub(super) fn encode(self) -> Result<RegionKey, TransportError> {
-        let mut bytes = Vec::with_capacity(KEY_BYTES);
-        bytes.extend_from_slice(&KEY_TAG);
-        bytes.extend_from_slice(&self.region.to_le_bytes());
-        bytes.extend_from_slice(&self.nonce.to_le_bytes());
-        RegionKey::from_bytes(bytes)
-    }
-
-    pub(super) fn decode(key: &RegionKey) -> Result<Self, TransportError> {
-        let bad = TransportError::BadKey { transport: NAME };
-        let Some(rest) = key.as_bytes().strip_prefix(&KEY_TAG) else { return Err(bad) };
-        let Some((region, rest)) = rest.split_first_chunk::<8>() else { return Err(bad) };
-        let Ok(nonce) = <[u8; 8]>::try_from(rest) else { return Err(bad) };
-        Ok(Self { region: u64::from_le_bytes(*region), nonce: u64::from_le_bytes(nonce) })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -110,12 +85,10 @@ mod tests {
         golden.extend_from_slice(&[7; 16]);
         golden.extend_from_slice(&[3, b':', b':', b'1']);
         assert_eq!(endpoint.encode().unwrap().as_bytes(), golden);
-        let key = Key { region: 2, nonce: 0x0102_0304_0506_0708 }.encode().unwrap();
-        assert_eq!(key.as_bytes(), [b'k', b'k', 1, 2, 0, 0, 0, 0, 0, 0, 0, 8, 7, 6, 5, 4, 3, 2, 1]);
     }
 
     #[test]
-    fn t10_damaged_addresses_and_keys_are_refused() {
+    fn t10_damaged_addresses_are_refused() {
         let good = Endpoint { host: "host.example".into(), port: 9, nonce: [1; 16] }.encode().unwrap();
         for cut in 1..good.as_bytes().len() {
             let short = Address::from_bytes(good.as_bytes()[..cut].to_vec()).unwrap();
@@ -127,10 +100,6 @@ mod tests {
         let mut strange = good.as_bytes().to_vec();
         strange[22] = b'/';
         assert!(Endpoint::decode(&Address::from_bytes(strange).unwrap()).is_err());
-        let key = Key { region: 1, nonce: 2 }.encode().unwrap();
-        for cut in 1..key.as_bytes().len() {
-            assert!(Key::decode(&RegionKey::from_bytes(key.as_bytes()[..cut].to_vec()).unwrap()).is_err());
-        }
     }
 
     proptest! {
@@ -140,17 +109,11 @@ mod tests {
                 proptest::collection::vec(any::<u8>(), 1..64),
                 proptest::collection::vec(any::<u8>(), 1..48)
                     .prop_map(|tail| [&ADDRESS_TAG[..], &tail].concat()),
-                proptest::collection::vec(any::<u8>(), 16)
-                    .prop_map(|tail| [&KEY_TAG[..], &tail].concat()),
             ]
         ) {
-            let address = Address::from_bytes(bytes.clone()).unwrap();
+            let address = Address::from_bytes(bytes).unwrap();
             if let Ok(endpoint) = Endpoint::decode(&address) {
                 prop_assert_eq!(endpoint.encode().unwrap(), address);
-            }
-            let key = RegionKey::from_bytes(bytes).unwrap();
-            if let Ok(decoded) = Key::decode(&key) {
-                prop_assert_eq!(decoded.encode().unwrap(), key);
             }
         }
     }

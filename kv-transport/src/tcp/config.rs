@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::NAME;
 use super::address::host_is_sound;
-use super::frame::ServeLimits;
 use crate::error::TransportError;
+use crate::stream::limits::{CHUNK_BYTES_LIMIT, CHUNK_QUEUE_LIMIT, CHUNK_RANGES_LIMIT, Limits};
 
 /// Settings of a [`TcpTransport`](super::TcpTransport). Every wait and every queue of it has its limit here.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -77,11 +77,6 @@ impl Default for TcpConfig {
     }
 }
 
-/// Largest values that may be configured: what a peer announces is believed up to these.
-pub(super) const CHUNK_BYTES_LIMIT: u32 = 1 << 30;
-pub(super) const CHUNK_RANGES_LIMIT: u32 = 1 << 16;
-pub(super) const CHUNK_QUEUE_LIMIT: u32 = 1 << 16;
-
 impl TcpConfig {
     /// Refuses what cannot work, by name.
     pub(super) fn check(&self) -> Result<(), TransportError> {
@@ -136,12 +131,23 @@ impl TcpConfig {
         }
     }
 
-    /// What this instance grants to those who read from it.
-    pub(super) fn serve_limits(&self) -> ServeLimits {
-        ServeLimits {
-            chunk_queue: self.chunk_queue_max,
-            chunk_bytes: self.chunk_max_bytes,
-            chunk_ranges: self.chunk_max_ranges,
+    /// What the connections keep to.
+    pub(crate) fn limits(&self) -> Limits {
+        Limits {
+            name: NAME,
+            message_queue_max: self.message_queue_max,
+            message_queue_bytes: self.message_queue_bytes,
+            incoming_max: self.incoming_max,
+            incoming_bytes: self.incoming_bytes,
+            bytes_in_flight_per_peer: self.bytes_in_flight_per_peer,
+            chunk_max_bytes: self.chunk_max_bytes,
+            chunk_max_ranges: self.chunk_max_ranges,
+            chunk_queue_max: self.chunk_queue_max,
+            keep_alive: self.keep_alive,
+            silence_limit: self.silence_limit,
+            serve_limit: self.serve_limit,
+            handshake_limit: self.handshake_limit,
+            peers_max: self.peers_max,
         }
     }
 }

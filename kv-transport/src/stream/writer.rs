@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
-use tokio::net::TcpStream;
+use super::socket::Socket;
 use tokio::time::Instant;
 
 use super::frame::Header;
@@ -24,7 +24,7 @@ const SMALL_MESSAGE_BYTES: usize = 4 << 10;
 
 /// How a turn of a half ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Turn {
+pub(crate) enum Turn {
     /// There is more to do, and it is others' turn.
     More,
     /// The socket takes or gives nothing now.
@@ -42,12 +42,12 @@ struct Piece {
 }
 
 /// See the module.
-pub(super) struct Writer {
+pub(crate) struct Writer {
     shared: Arc<Shared>,
     peer: PeerId,
     /// Frames that control the connection. Bounded, because each kind is: requests by the peer's grant, ends by
     /// ours, pings and pongs by one, cancels by the operations.
-    pub(super) control: Vec<u8>,
+    pub(crate) control: Vec<u8>,
     messages: VecDeque<Vec<u8>>,
     ping: bool,
     pong: Option<u64>,
@@ -59,7 +59,7 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    pub(super) fn new(shared: Arc<Shared>, peer: PeerId) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, peer: PeerId) -> Self {
         Self {
             shared,
             peer,
@@ -74,29 +74,29 @@ impl Writer {
         }
     }
 
-    pub(super) fn message(&mut self, message: Vec<u8>) {
+    pub(crate) fn message(&mut self, message: Vec<u8>) {
         self.messages.push_back(message);
     }
 
     /// Asks for a sign of life; once, however often this is called before it is sent.
-    pub(super) fn ping(&mut self) {
+    pub(crate) fn ping(&mut self) {
         self.ping = true;
     }
 
     /// Gives a sign of life. Only the latest ping is answered if several wait.
-    pub(super) fn pong(&mut self, id: u64) {
+    pub(crate) fn pong(&mut self, id: u64) {
         self.pong = Some(id);
     }
 
     /// Since when the socket has taken nothing, although something waits.
-    pub(super) fn blocked_since(&self) -> Option<Instant> {
+    pub(crate) fn blocked_since(&self) -> Option<Instant> {
         self.blocked_since
     }
 
     /// Sends until the socket is full, the budget is used up, or nothing is left.
-    pub(super) fn turn(
+    pub(crate) fn turn(
         &mut self,
-        stream: &TcpStream,
+        stream: &Socket,
         serve: &mut Serve,
         now: Instant,
         mut budget: usize,
@@ -161,7 +161,7 @@ impl Writer {
         }
     }
 
-    fn send(&self, stream: &TcpStream) -> io::Result<usize> {
+    fn send(&self, stream: &Socket) -> io::Result<usize> {
         let skip = |index: usize| if index == 0 { self.sent } else { 0 };
         let heads = self.round.iter().enumerate().map(|(index, piece)| &piece.bytes[skip(index)..]);
         vectored::send(stream, heads, self.data.as_ref().map(|data| (&data.memory, &data.spans)))
@@ -200,7 +200,7 @@ impl Writer {
 }
 
 /// A failed connection in the words of the contract. A reset is what a killed process leaves behind.
-pub(super) fn broken(error: &io::Error) -> LossReason {
+pub(crate) fn broken(error: &io::Error) -> LossReason {
     match error.kind() {
         io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionAborted => {
             LossReason::ClosedByPeer

@@ -2,8 +2,8 @@
 
 use std::collections::VecDeque;
 
-use super::address::Key;
 use super::frame::{EndCode, Header, ReadBody, ServeLimits};
+use super::key::Key;
 use super::shared::Shared;
 use super::spans::Spans;
 use crate::memory::Memory;
@@ -15,39 +15,39 @@ struct Request {
 }
 
 /// A chunk that is being sent. It keeps the region's memory alive (rule T-4).
-pub(super) struct Sending {
-    pub(super) chunk: u64,
+pub(crate) struct Sending {
+    pub(crate) chunk: u64,
     key: Key,
-    pub(super) memory: Memory,
-    pub(super) spans: Spans,
+    pub(crate) memory: Memory,
+    pub(crate) spans: Spans,
 }
 
 impl Sending {
     /// How it ended. To be asked after the last byte has been handed to the system: a region that is still
     /// registered then was registered throughout (rule T-9).
-    pub(super) fn end(&self, shared: &Shared) -> Header {
+    pub(crate) fn end(&self, shared: &Shared) -> Header {
         let code = if shared.source(self.key).is_some() { EndCode::Done } else { EndCode::UnknownKey };
         Header::End { chunk: self.chunk, code }
     }
 }
 
 /// See the module.
-pub(super) struct Serve {
+pub(crate) struct Serve {
     granted: ServeLimits,
     queue: VecDeque<Request>,
 }
 
 impl Serve {
-    pub(super) fn new(granted: ServeLimits) -> Self {
+    pub(crate) fn new(granted: ServeLimits) -> Self {
         Self { granted, queue: VecDeque::new() }
     }
 
-    pub(super) fn granted(&self) -> ServeLimits {
+    pub(crate) fn granted(&self) -> ServeLimits {
         self.granted
     }
 
     /// Queues a request, unless there are more than were granted.
-    pub(super) fn add(&mut self, chunk: u64, read: ReadBody) -> Result<(), &'static str> {
+    pub(crate) fn add(&mut self, chunk: u64, read: ReadBody) -> Result<(), &'static str> {
         if self.queue.len() >= self.granted.chunk_queue as usize {
             return Err("more reads at a time than granted");
         }
@@ -57,14 +57,14 @@ impl Serve {
 
     /// Marks what waits of an operation. Each request keeps its place until its end is sent, so that a peer that
     /// asks and cancels without ever reading the answers cannot pile them up here.
-    pub(super) fn cancel(&mut self, op: u64) {
+    pub(crate) fn cancel(&mut self, op: u64) {
         for request in self.queue.iter_mut().filter(|request| request.read.op == op) {
             request.cancelled = true;
         }
     }
 
     /// The next chunk to be sent. Ends of those that cannot be served are appended to `out`.
-    pub(super) fn next(&mut self, shared: &Shared, out: &mut Vec<u8>) -> Option<Sending> {
+    pub(crate) fn next(&mut self, shared: &Shared, out: &mut Vec<u8>) -> Option<Sending> {
         while let Some(Request { chunk, read, cancelled }) = self.queue.pop_front() {
             let code = match shared.source(read.key) {
                 _ if cancelled => EndCode::Cancelled,

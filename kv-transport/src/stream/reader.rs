@@ -6,7 +6,7 @@
 use std::io;
 use std::sync::Arc;
 
-use tokio::net::TcpStream;
+use super::socket::Socket;
 use tokio::time::Instant;
 
 use super::frame::{HEADER_BYTES, Header, decode_read};
@@ -42,7 +42,7 @@ enum Body {
 }
 
 /// See the module.
-pub(super) struct Reader {
+pub(crate) struct Reader {
     shared: Arc<Shared>,
     peer: PeerId,
     head: [u8; 2 * HEADER_BYTES],
@@ -54,23 +54,23 @@ pub(super) struct Reader {
 }
 
 /// The halves that a frame can concern.
-pub(super) struct Others<'a> {
-    pub(super) reads: &'a mut Reads,
-    pub(super) serve: &'a mut Serve,
-    pub(super) writer: &'a mut Writer,
+pub(crate) struct Others<'a> {
+    pub(crate) reads: &'a mut Reads,
+    pub(crate) serve: &'a mut Serve,
+    pub(crate) writer: &'a mut Writer,
 }
 
 impl Reader {
-    pub(super) fn new(shared: Arc<Shared>, peer: PeerId) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, peer: PeerId) -> Self {
         let head = [0; 2 * HEADER_BYTES];
         Self { shared, peer, head, filled: 0, body: Body::None, ending: None, scratch: vec![] }
     }
 
     /// Receives until the socket is empty or the budget is used up; `Idle` means that messages have to be taken
     /// before more may be received. The flag says whether anything arrived.
-    pub(super) fn turn(
+    pub(crate) fn turn(
         &mut self,
-        stream: &TcpStream,
+        stream: &Socket,
         others: &mut Others<'_>,
         now: Instant,
         mut budget: usize,
@@ -104,7 +104,7 @@ impl Reader {
         }
     }
 
-    fn receive(&mut self, stream: &TcpStream, reads: &mut Reads) -> io::Result<usize> {
+    fn receive(&mut self, stream: &Socket, reads: &mut Reads) -> io::Result<usize> {
         match &mut self.body {
             Body::None | Body::Held { .. } => {
                 vectored::receive(stream, None, &mut self.head[self.filled..HEADER_BYTES])

@@ -2,7 +2,7 @@
 
 /// Ranges of one region and how far they have been transferred.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub(super) struct Spans {
+pub(crate) struct Spans {
     list: Vec<(u64, u32)>,
     next: usize,
     within: u32,
@@ -11,7 +11,7 @@ pub(super) struct Spans {
 
 impl Spans {
     /// Adds a range; one that continues the last is merged with it.
-    pub(super) fn push(&mut self, offset: u64, len: u32) {
+    pub(crate) fn push(&mut self, offset: u64, len: u32) {
         self.left += u64::from(len);
         if let Some((start, size)) = self.list.last_mut()
             && start.checked_add(u64::from(*size)) == Some(offset)
@@ -24,17 +24,17 @@ impl Spans {
     }
 
     /// Bytes not yet transferred.
-    pub(super) fn left(&self) -> u64 {
+    pub(crate) fn left(&self) -> u64 {
         self.left
     }
 
     /// Ranges not yet transferred, a half finished one included.
-    pub(super) fn pieces(&self) -> usize {
+    pub(crate) fn pieces(&self) -> usize {
         self.list.len() - self.next
     }
 
     /// The ranges not yet transferred.
-    pub(super) fn rest(&self) -> impl Iterator<Item = (u64, u32)> {
+    pub(crate) fn rest(&self) -> impl Iterator<Item = (u64, u32)> {
         let skip = |index: usize| if index == 0 { self.within } else { 0 };
         self.list[self.next..].iter().enumerate().map(move |(index, (offset, len))| {
             // A wrapped offset is found out where the memory is known.
@@ -43,7 +43,7 @@ impl Spans {
     }
 
     /// Notes that bytes were transferred, at most those left.
-    pub(super) fn advance(&mut self, bytes: u64) {
+    pub(crate) fn advance(&mut self, bytes: u64) {
         let mut bytes = bytes.min(self.left);
         self.left -= bytes;
         while bytes > 0 {

@@ -5,15 +5,17 @@ use std::time::Duration;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::Instant;
 
-use super::address::Endpoint;
 use super::plan::Plan;
+use super::target::Target;
 use crate::contract::{OpId, PeerId, ReadLimits};
 use crate::error::LossReason;
 
 /// To the task of a peer.
 #[derive(Debug)]
-pub(super) enum Command {
+pub(crate) enum Command {
     Read(AcceptedRead),
+    /// A read that the connection has to carry, although there is a local path.
+    Carry(AcceptedRead),
     Cancel {
         op: OpId,
         serial: u64,
@@ -26,24 +28,24 @@ pub(super) enum Command {
 
 /// To the thread.
 #[derive(Debug)]
-pub(super) enum Control {
-    Connect { peer: PeerId, endpoint: Endpoint, deadline: Instant, commands: UnboundedReceiver<Command> },
+pub(crate) enum Control {
+    Connect { peer: PeerId, target: Target, deadline: Instant, commands: UnboundedReceiver<Command> },
     Shutdown,
 }
 
 /// A read that was accepted: it completes exactly once.
 #[derive(Debug)]
-pub(super) struct AcceptedRead {
-    pub(super) op: OpId,
+pub(crate) struct AcceptedRead {
+    pub(crate) op: OpId,
     /// Tells it from a later read under the same id.
-    pub(super) serial: u64,
-    pub(super) plan: Plan,
-    pub(super) submitted: Instant,
-    pub(super) limits: ReadLimits,
+    pub(crate) serial: u64,
+    pub(crate) plan: Plan,
+    pub(crate) submitted: Instant,
+    pub(crate) limits: ReadLimits,
 }
 
 /// The instant after so long. A limit beyond the calendar is one of many years.
-pub(super) fn after(start: Instant, limit: Duration) -> Instant {
+pub(crate) fn after(start: Instant, limit: Duration) -> Instant {
     const FAR: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
     start.checked_add(limit.min(FAR)).unwrap_or(start)
 }

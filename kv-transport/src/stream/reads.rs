@@ -10,8 +10,8 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::commands::{AcceptedRead, after};
-use super::config::{CHUNK_QUEUE_LIMIT, TcpConfig};
 use super::frame::{EndCode, Header, ServeLimits, encode_read};
+use super::limits::{CHUNK_QUEUE_LIMIT, Limits};
 use super::plan::{Cursor, Plan};
 use super::shared::Shared;
 use super::spans::Spans;
@@ -38,10 +38,10 @@ impl Op {
 }
 
 /// Where the bytes of a chunk go.
-pub(super) struct Destination {
+pub(crate) struct Destination {
     op: u64,
-    pub(super) memory: Memory,
-    pub(super) spans: Spans,
+    pub(crate) memory: Memory,
+    pub(crate) spans: Spans,
 }
 
 struct Chunk {
@@ -53,7 +53,7 @@ struct Chunk {
 }
 
 /// See the module.
-pub(super) struct Reads {
+pub(crate) struct Reads {
     shared: Arc<Shared>,
     ops: HashMap<u64, Op>,
     by_id: HashMap<OpId, u64>,
@@ -68,7 +68,7 @@ pub(super) struct Reads {
 }
 
 impl Reads {
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
         Self {
             shared,
             ops: HashMap::new(),
@@ -83,8 +83,8 @@ impl Reads {
     }
 
     /// The connection stands: from now on reads are sent, within what both sides allow.
-    pub(super) fn open(&mut self, granted: ServeLimits) {
-        let TcpConfig { chunk_max_bytes, chunk_max_ranges, .. } = self.shared.config;
+    pub(crate) fn open(&mut self, granted: ServeLimits) {
+        let Limits { chunk_max_bytes, chunk_max_ranges, .. } = self.shared.config;
         self.limits = Some(ServeLimits {
             chunk_queue: granted.chunk_queue.min(CHUNK_QUEUE_LIMIT),
             chunk_bytes: granted.chunk_bytes.min(chunk_max_bytes),
@@ -92,7 +92,7 @@ impl Reads {
         });
     }
 
-    pub(super) fn add(&mut self, read: AcceptedRead) {
+    pub(crate) fn add(&mut self, read: AcceptedRead) {
         let AcceptedRead { op: id, serial, plan, submitted, limits } = read;
         self.numbers += 1;
         let number = self.numbers;
@@ -113,7 +113,7 @@ impl Reads {
         self.ring.push_back(number);
     }
 
-    pub(super) fn cancel(&mut self, id: OpId, serial: u64, out: &mut Vec<u8>) {
+    pub(crate) fn cancel(&mut self, id: OpId, serial: u64, out: &mut Vec<u8>) {
         if let Some(number) = self.by_id.get(&id)
             && self.ops.get(number).is_some_and(|op| op.serial == serial)
         {
@@ -122,12 +122,12 @@ impl Reads {
     }
 
     /// When [`Reads::expire`] has to be called next, at the latest.
-    pub(super) fn alarm(&self) -> Option<Instant> {
+    pub(crate) fn alarm(&self) -> Option<Instant> {
         self.alarm
     }
 
     /// Ends the operations whose time is over.
-    pub(super) fn expire(&mut self, now: Instant, out: &mut Vec<u8>) {
+    pub(crate) fn expire(&mut self, now: Instant, out: &mut Vec<u8>) {
         if self.alarm.is_none_or(|alarm| now < alarm) {
             return;
         }
@@ -147,7 +147,7 @@ impl Reads {
     }
 
     /// Appends requests as far as the window allows.
-    pub(super) fn request(&mut self, out: &mut Vec<u8>) {
+    pub(crate) fn request(&mut self, out: &mut Vec<u8>) {
         let Some(limits) = self.limits else { return };
         let window = self.shared.config.bytes_in_flight_per_peer;
         while self.chunks.len() < limits.chunk_queue as usize
@@ -173,7 +173,7 @@ impl Reads {
     }
 
     /// The header of a chunk's data came: may it?
-    pub(super) fn begin_data(&mut self, chunk: u64, len: u32) -> Result<(), &'static str> {
+    pub(crate) fn begin_data(&mut self, chunk: u64, len: u32) -> Result<(), &'static str> {
         let chunk = self.chunks.get_mut(&chunk).ok_or("data that nobody asked for")?;
         if chunk.data_seen {
             return Err("the same data twice");
@@ -186,12 +186,12 @@ impl Reads {
     }
 
     /// Where the chunk's bytes go; `None` means to the scratch buffer.
-    pub(super) fn destination(&mut self, chunk: u64) -> Option<&mut Destination> {
+    pub(crate) fn destination(&mut self, chunk: u64) -> Option<&mut Destination> {
         self.chunks.get_mut(&chunk)?.destination.as_mut()
     }
 
     /// Bytes of a chunk arrived in their place.
-    pub(super) fn received(&mut self, chunk: u64, bytes: u64, now: Instant) {
+    pub(crate) fn received(&mut self, chunk: u64, bytes: u64, now: Instant) {
         if let Some(destination) = self.chunks.get_mut(&chunk).and_then(|chunk| chunk.destination.as_mut()) {
             destination.spans.advance(bytes);
             if let Some(op) = self.ops.get_mut(&destination.op) {
@@ -201,7 +201,7 @@ impl Reads {
     }
 
     /// A chunk ended.
-    pub(super) fn end(&mut self, number: u64, code: EndCode, out: &mut Vec<u8>) -> Result<(), &'static str> {
+    pub(crate) fn end(&mut self, number: u64, code: EndCode, out: &mut Vec<u8>) -> Result<(), &'static str> {
         let chunk = self.chunks.remove(&number).ok_or("the end of a chunk that nobody asked for")?;
         self.bytes_out -= u64::from(chunk.bytes);
         if code == EndCode::Done && !chunk.data_seen {
@@ -247,7 +247,7 @@ impl Reads {
     }
 
     /// The connection is gone: what arrived of each operation, which ends now.
-    pub(super) fn abandon(&mut self) -> HashMap<OpId, RangeSet> {
+    pub(crate) fn abandon(&mut self) -> HashMap<OpId, RangeSet> {
         self.chunks.clear();
         self.ring.clear();
         self.by_id.clear();

@@ -5,27 +5,29 @@
 //! announced and its id is void, with nothing in between (rule T-6).
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::Instant;
 
-use super::NAME;
-use super::address::{Endpoint, Key};
 use super::commands::{AcceptedRead, Command, Control, after};
-use super::config::TcpConfig;
+use super::key::Key;
+use super::limits::Limits;
+use super::local::{LocalPath, Taken};
 use super::plan::Plan;
+use super::target::Target;
 use crate::contract::{
-    Event, OpId, PeerId, RangeSet, ReadLimits, ReadOutcome, ReadPart, ReadRequest, RegionId, RegionKey,
+    Event, MESSAGE_MAX_BYTES, OpId, PeerId, RangeSet, ReadLimits, ReadOutcome, ReadPart, ReadRequest,
+    RegionId, RegionKey,
 };
 use crate::error::{LossReason, ReadError, TransportError};
 use crate::memory::Memory;
 
 /// Whether a message was taken over.
 #[derive(Debug)]
-pub(super) enum Inbox {
+pub(crate) enum Inbox {
     Open,
     /// Too many wait; [`Command::Resume`] follows when some were taken.
     Full,
@@ -40,6 +42,7 @@ struct Region {
 
 #[derive(Debug)]
 struct Peer {
+    id: PeerId,
     commands: UnboundedSender<Command>,
     /// `disconnect` was called: nothing more is accepted.
     leaving: bool,
@@ -67,6 +70,7 @@ enum Phase {
 
 #[derive(Debug)]
 struct State {
+    name: &'static str,
     phase: Phase,
     regions: HashMap<RegionId, Region>,
     peers: HashMap<PeerId, Peer>,
@@ -86,7 +90,7 @@ impl State {
     fn open(&self) -> Result<(), TransportError> {
         match self.phase {
             Phase::Open => Ok(()),
-            Phase::Closing | Phase::Finished => Err(TransportError::Closed { transport: NAME }),
+            Phase::Closing | Phase::Finished => Err(TransportError::Closed { transport: self.name }),
         }
     }
 
@@ -136,16 +140,19 @@ impl State {
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct Shared {
-    pub(super) config: TcpConfig,
+pub(crate) struct Shared {
+    pub(crate) config: Limits,
+    /// How peers' memory is read without their help, if there is a way.
+    pub(crate) local: Option<Arc<dyn LocalPath>>,
     state: Mutex<State>,
     news: Notify,
     finished: Condvar,
 }
 
 impl Shared {
-    pub(super) fn new(config: TcpConfig) -> Self {
+    pub(crate) fn new(config: Limits, local: Option<Arc<dyn LocalPath>>) -> Self {
         let state = State {
+            name: config.name,
             phase: Phase::Open,
             regions: HashMap::new(),
             peers: HashMap::new(),
@@ -154,7 +161,7 @@ impl Shared {
             slots: 0,
             numbers: 0,
         };
-        Self { config, state: Mutex::new(state), news: Notify::new(), finished: Condvar::new() }
+        Self { config, local, state: Mutex::new(state), news: Notify::new(), finished: Condvar::new() }
     }
 
     /// No code that holds the lock leaves the state half changed, so a poisoned lock is no reason to stop.
@@ -164,7 +171,7 @@ impl Shared {
 
     // Called by anybody.
 
-    pub(super) fn register(&self, memory: Memory, nonce: u64) -> Result<RegionId, TransportError> {
+    pub(crate) fn register(&self, memory: Memory, nonce: u64) -> Result<RegionId, TransportError> {
         let mut state = self.lock();
         state.open()?;
         let region = RegionId(state.number());
@@ -172,14 +179,14 @@ impl Shared {
         Ok(region)
     }
 
-    pub(super) fn key(&self, region: RegionId) -> Result<RegionKey, TransportError> {
+    pub(crate) fn key(&self, region: RegionId) -> Result<RegionKey, TransportError> {
         let state = self.lock();
         state.open()?;
         let entry = state.regions.get(&region).ok_or(TransportError::UnknownRegion { region })?;
         Key { region: region.0, nonce: entry.nonce }.encode()
     }
 
-    pub(super) fn deregister(&self, region: RegionId) -> Result<(), TransportError> {
+    pub(crate) fn deregister(&self, region: RegionId) -> Result<(), TransportError> {
         let mut state = self.lock();
         state.open()?;
         match state.regions.get(&region) {
@@ -192,9 +199,9 @@ impl Shared {
         }
     }
 
-    pub(super) fn connect(
+    pub(crate) fn connect(
         &self,
-        endpoint: Endpoint,
+        target: Target,
         limit: Duration,
         control: &UnboundedSender<Control>,
     ) -> Result<PeerId, TransportError> {
@@ -202,10 +209,10 @@ impl Shared {
         state.open()?;
         let (peer, commands) = self.add_peer(&mut state)?;
         let deadline = after(Instant::now(), limit);
-        if control.send(Control::Connect { peer, endpoint, deadline, commands }).is_err() {
+        if control.send(Control::Connect { peer, target, deadline, commands }).is_err() {
             state.peers.remove(&peer);
             state.slots -= 1;
-            return Err(TransportError::Closed { transport: NAME });
+            return Err(TransportError::Closed { transport: self.config.name });
         }
         Ok(peer)
     }
@@ -220,6 +227,7 @@ impl Shared {
         state.peers.insert(
             peer,
             Peer {
+                id: peer,
                 commands,
                 leaving: false,
                 outgoing: 0,
@@ -232,7 +240,7 @@ impl Shared {
         Ok((peer, receiver))
     }
 
-    pub(super) fn disconnect(&self, peer: PeerId) -> Result<(), TransportError> {
+    pub(crate) fn disconnect(&self, peer: PeerId) -> Result<(), TransportError> {
         let mut state = self.lock();
         state.open()?;
         let entry = state.peer(peer)?;
@@ -242,13 +250,13 @@ impl Shared {
         Ok(())
     }
 
-    pub(super) fn read(&self, request: ReadRequest) -> Result<(), TransportError> {
+    pub(crate) fn read(&self, request: ReadRequest) -> Result<(), TransportError> {
         let submitted = Instant::now();
         let ReadRequest { op, peer, parts, limits } = request;
         let mut regions: Vec<_> = parts.iter().map(|part| part.region).collect();
         let memories = self.check_read(op, peer, limits, &parts)?;
         // Sorting a hundred thousand ranges takes milliseconds: that is done without the lock.
-        let plan = Plan::new(op, parts, memories)?;
+        let plan = Plan::new(self.config.name, op, parts, memories)?;
         regions.sort_unstable();
         regions.dedup();
 
@@ -260,8 +268,9 @@ impl Shared {
         let serial = state.number();
         let flight = Flight { peer, serial, regions, ranges: plan.range_count() };
         let read = AcceptedRead { op, serial, plan, submitted, limits };
-        if state.peer(peer)?.commands.send(Command::Read(read)).is_err() {
-            return Err(TransportError::UnknownPeer { peer });
+        let mut read = Some(read);
+        if self.local.is_none() {
+            state.peer(peer)?.hand(&mut read, Command::Read)?;
         }
         for region in &flight.regions {
             if let Some(region) = state.regions.get_mut(region) {
@@ -269,7 +278,23 @@ impl Shared {
             }
         }
         state.flights.insert(op, flight);
+        drop(state);
+        // From here on it is accepted, and completes even if its peer is lost in this moment.
+        if let (Some(local), Some(read)) = (&self.local, read) {
+            match local.take(peer, read) {
+                Taken::Yes => {}
+                Taken::Unresolved(read) => self.hand(peer, Command::Read(read)),
+                Taken::No(read) => self.hand(peer, Command::Carry(read)),
+            }
+        }
         Ok(())
+    }
+
+    /// Hands a command to a peer's task; one that is gone has ended everything.
+    pub(crate) fn hand(&self, peer: PeerId, command: Command) {
+        if let Some(entry) = self.lock().peers.get(&peer) {
+            entry.commands.send(command).ok();
+        }
     }
 
     fn check_read(
@@ -297,7 +322,7 @@ impl Shared {
             .collect()
     }
 
-    pub(super) fn cancel(&self, op: OpId) {
+    pub(crate) fn cancel(&self, op: OpId) {
         let state = self.lock();
         if let Some(flight) = state.flights.get(&op)
             && let Some(peer) = state.peers.get(&flight.peer)
@@ -307,10 +332,13 @@ impl Shared {
         }
     }
 
-    pub(super) fn send(&self, peer: PeerId, message: Vec<u8>) -> Result<(), TransportError> {
+    pub(crate) fn send(&self, peer: PeerId, message: Vec<u8>) -> Result<(), TransportError> {
+        if message.len() > MESSAGE_MAX_BYTES {
+            return Err(TransportError::MessageTooLong { bytes: message.len(), limit: MESSAGE_MAX_BYTES });
+        }
         let mut state = self.lock();
         state.open()?;
-        let TcpConfig { message_queue_max, message_queue_bytes, .. } = self.config;
+        let Limits { message_queue_max, message_queue_bytes, .. } = self.config;
         let (entry, bytes) = (state.peer(peer)?, message.len());
         let full = entry.outgoing >= message_queue_max
             || (entry.outgoing > 0 && entry.outgoing_bytes + bytes > message_queue_bytes);
@@ -325,7 +353,7 @@ impl Shared {
         Ok(())
     }
 
-    pub(super) async fn next_event(&self) -> Option<Event> {
+    pub(crate) async fn next_event(&self) -> Option<Event> {
         loop {
             {
                 let mut state = self.lock();
@@ -366,7 +394,7 @@ impl Shared {
     }
 
     /// Starts to close; `false` if that happened before.
-    pub(super) fn close(&self) -> bool {
+    pub(crate) fn close(&self) -> bool {
         let mut state = self.lock();
         let first = state.phase == Phase::Open;
         if first {
@@ -376,7 +404,7 @@ impl Shared {
     }
 
     /// Blocks until the thread has ended its work, or the limit is over. Says which.
-    pub(super) fn wait_finished(&self, limit: Duration) -> bool {
+    pub(crate) fn wait_finished(&self, limit: Duration) -> bool {
         let state = self.lock();
         let waiting = |state: &mut State| state.phase != Phase::Finished;
         let (state, _) =
@@ -387,7 +415,7 @@ impl Shared {
     // Called by the IO thread.
 
     /// A stranger became a peer.
-    pub(super) fn accepted(&self) -> Result<(PeerId, UnboundedReceiver<Command>), TransportError> {
+    pub(crate) fn accepted(&self) -> Result<(PeerId, UnboundedReceiver<Command>), TransportError> {
         let mut state = self.lock();
         state.open()?;
         let (peer, commands) = self.add_peer(&mut state)?;
@@ -397,13 +425,13 @@ impl Shared {
         Ok((peer, commands))
     }
 
-    pub(super) fn connected(&self, peer: PeerId) {
+    pub(crate) fn connected(&self, peer: PeerId) {
         self.lock().events.push_back(Event::Connected { peer });
         self.news.notify_one();
     }
 
     /// Whether a message of this peer may be received; if not, [`Command::Resume`] follows.
-    pub(super) fn inbox(&self, peer: PeerId) -> Inbox {
+    pub(crate) fn inbox(&self, peer: PeerId) -> Inbox {
         let mut state = self.lock();
         match state.peers.get_mut(&peer) {
             Some(entry) if !self.has_room(entry) => {
@@ -414,7 +442,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn deliver(&self, peer: PeerId, bytes: Vec<u8>) {
+    pub(crate) fn deliver(&self, peer: PeerId, bytes: Vec<u8>) {
         let mut state = self.lock();
         if let Some(entry) = state.peers.get_mut(&peer) {
             entry.incoming += 1;
@@ -426,33 +454,33 @@ impl Shared {
     }
 
     /// Messages were written to the socket.
-    pub(super) fn sent(&self, peer: PeerId, messages: usize, bytes: usize) {
+    pub(crate) fn sent(&self, peer: PeerId, messages: usize, bytes: usize) {
         if let Some(entry) = self.lock().peers.get_mut(&peer) {
             entry.outgoing -= messages;
             entry.outgoing_bytes -= bytes;
         }
     }
 
-    pub(super) fn complete(&self, op: OpId, serial: u64, outcome: ReadOutcome) {
+    pub(crate) fn complete(&self, op: OpId, serial: u64, outcome: ReadOutcome) {
         self.lock().complete(op, serial, outcome);
         self.news.notify_one();
     }
 
     /// A peer is gone. Only the first call for it counts.
-    pub(super) fn lose(&self, peer: PeerId, reason: LossReason, arrived: HashMap<OpId, RangeSet>) {
+    pub(crate) fn lose(&self, peer: PeerId, reason: LossReason, arrived: HashMap<OpId, RangeSet>) {
         self.lock().lose(peer, reason, arrived);
         self.news.notify_one();
     }
 
     /// The memory of a region, if the key is good.
-    pub(super) fn source(&self, key: Key) -> Option<Memory> {
+    pub(crate) fn source(&self, key: Key) -> Option<Memory> {
         let state = self.lock();
         let entry = state.regions.get(&RegionId(key.region))?;
         (entry.nonce == key.nonce).then(|| entry.memory.clone())
     }
 
     /// Asks every peer's task to end.
-    pub(super) fn close_peers(&self) {
+    pub(crate) fn close_peers(&self) {
         for peer in self.lock().peers.values() {
             // A task that is gone has ended.
             peer.commands.send(Command::Close(LossReason::Closed)).ok();
@@ -460,7 +488,7 @@ impl Shared {
     }
 
     /// The thread is at its end, one way or another: whatever is left ends too.
-    pub(super) fn finish(&self) {
+    pub(crate) fn finish(&self) {
         let mut state = self.lock();
         state.phase = Phase::Closing;
         let mut left: Vec<_> = state.peers.keys().copied().collect();
@@ -473,6 +501,18 @@ impl Shared {
         drop(state);
         self.finished.notify_all();
         self.news.notify_one();
+    }
+}
+
+impl Peer {
+    /// Hands a read to the peer's task, or says that there is none.
+    fn hand(
+        &self,
+        read: &mut Option<AcceptedRead>,
+        command: impl FnOnce(AcceptedRead) -> Command,
+    ) -> Result<(), TransportError> {
+        let gone = read.take().is_none_or(|read| self.commands.send(command(read)).is_err());
+        if gone { Err(TransportError::UnknownPeer { peer: self.id }) } else { Ok(()) }
     }
 }
 
@@ -489,10 +529,11 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tcp::TcpConfig;
 
     #[tokio::test]
     async fn t6_a_peer_let_go_of_is_disconnected_even_if_it_was_faster() {
-        let shared = Shared::new(TcpConfig::default());
+        let shared = Shared::new(TcpConfig::default().limits(), None);
         let (peer, _commands) = shared.accepted().unwrap();
         shared.disconnect(peer).unwrap();
         assert_eq!(shared.send(peer, vec![]), Err(TransportError::UnknownPeer { peer }));

@@ -4,7 +4,7 @@
 //! are merged into runs, and a request covers an interval of the stream; so which of the caller's ranges arrived
 //! follows from the intervals that did, however they were merged or cut.
 
-use super::address::Key;
+use super::key::Key;
 use super::spans::Spans;
 use crate::contract::{OpId, RangeSet, ReadPart, ReadRange, RegionId};
 use crate::error::TransportError;
@@ -29,7 +29,7 @@ struct Run {
 
 /// A validated read.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(crate) struct Plan {
     parts: Vec<Part>,
     runs: Vec<Run>,
     total: u64,
@@ -37,7 +37,7 @@ pub(super) struct Plan {
 
 /// How much of a plan has been cut.
 #[derive(Debug, Default)]
-pub(super) struct Cursor {
+pub(crate) struct Cursor {
     run: usize,
     within: u64,
     stream: u64,
@@ -45,27 +45,32 @@ pub(super) struct Cursor {
 
 /// What one request asks for.
 #[derive(Debug)]
-pub(super) struct Cut {
+pub(crate) struct Cut {
     /// The peer's region.
-    pub(super) key: Key,
+    pub(crate) key: Key,
     /// The local region.
-    pub(super) memory: Memory,
+    pub(crate) memory: Memory,
     /// Ranges of the peer's region.
-    pub(super) remote: Vec<(u64, u32)>,
+    pub(crate) remote: Vec<(u64, u32)>,
     /// Ranges of the local region, in the same order.
-    pub(super) local: Spans,
+    pub(crate) local: Spans,
     /// The interval of the logical stream.
-    pub(super) interval: (u64, u64),
+    pub(crate) interval: (u64, u64),
 }
 
 impl Plan {
     /// Resolves and checks a read. `memories` are those of the parts' regions.
-    pub(super) fn new(op: OpId, parts: Vec<ReadPart>, memories: Vec<Memory>) -> Result<Self, TransportError> {
+    pub(crate) fn new(
+        transport: &'static str,
+        op: OpId,
+        parts: Vec<ReadPart>,
+        memories: Vec<Memory>,
+    ) -> Result<Self, TransportError> {
         let regions: Vec<RegionId> = parts.iter().map(|part| part.region).collect();
         let mut plan = Self { parts: Vec::with_capacity(parts.len()), runs: vec![], total: 0 };
         let mut index = 0;
         for (part, memory) in parts.into_iter().zip(memories) {
-            let key = Key::decode(&part.key)?;
+            let key = Key::decode(&part.key, transport)?;
             for range in &part.ranges {
                 if range.len == 0 || !memory.contains(range.local_offset, range.len) {
                     return Err(TransportError::LocalRange {
@@ -125,23 +130,29 @@ impl Plan {
     }
 
     /// Number of the caller's ranges.
-    pub(super) fn range_count(&self) -> usize {
+    pub(crate) fn range_count(&self) -> usize {
         self.parts.iter().map(|part| part.ranges.len()).sum()
     }
 
+    /// The peer's regions that it names.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn keys(&self) -> impl Iterator<Item = Key> + '_ {
+        self.parts.iter().map(|part| part.key)
+    }
+
     /// Bytes in all.
-    #[cfg(test)]
-    pub(super) fn total(&self) -> u64 {
+    #[cfg(any(test, target_os = "linux"))]
+    pub(crate) fn total(&self) -> u64 {
         self.total
     }
 
     /// Whether everything has been cut.
-    pub(super) fn is_cut(&self, cursor: &Cursor) -> bool {
+    pub(crate) fn is_cut(&self, cursor: &Cursor) -> bool {
         cursor.stream == self.total
     }
 
     /// Cuts the next request, of at most so many bytes and ranges; `None` when everything has been cut.
-    pub(super) fn cut(&self, cursor: &mut Cursor, max_bytes: u32, max_ranges: usize) -> Option<Cut> {
+    pub(crate) fn cut(&self, cursor: &mut Cursor, max_bytes: u32, max_ranges: usize) -> Option<Cut> {
         let part = self.runs.get(cursor.run)?.part;
         let Part { key, memory, .. } = &self.parts[part];
         let (mut remote, mut local) = (vec![], Spans::default());
@@ -170,7 +181,7 @@ impl Plan {
     }
 
     /// The caller's ranges of which every byte lies in one of the intervals.
-    pub(super) fn arrived(&self, mut intervals: Vec<(u64, u64)>) -> RangeSet {
+    pub(crate) fn arrived(&self, mut intervals: Vec<(u64, u64)>) -> RangeSet {
         intervals.sort_unstable();
         let mut set = RangeSet::none(self.range_count());
         let mut solid = intervals.into_iter().fold(Vec::<(u64, u64)>::new(), |mut solid, (from, to)| {
@@ -213,7 +224,7 @@ mod tests {
 
     fn plan(ranges: Vec<ReadRange>) -> Result<Plan, TransportError> {
         let part = ReadPart { key: key(1), region: RegionId(7), ranges };
-        Plan::new(OpId(1), vec![part], vec![Memory::allocate(4096).unwrap()])
+        Plan::new("x", OpId(1), vec![part], vec![Memory::allocate(4096).unwrap()])
     }
 
     #[test]
@@ -239,7 +250,7 @@ mod tests {
         let memory = Memory::allocate(64).unwrap();
         let part = |region| ReadPart { key: key(1), region, ranges: vec![range(0, 8, 8)] };
         let parts = vec![part(RegionId(1)), part(RegionId(2))];
-        let refused = Plan::new(OpId(1), parts, vec![memory.clone(), memory]).unwrap_err();
+        let refused = Plan::new("x", OpId(1), parts, vec![memory.clone(), memory]).unwrap_err();
         assert!(matches!(refused, TransportError::Overlap { offset: 8, .. }), "{refused}");
     }
 
@@ -281,7 +292,7 @@ mod tests {
             let part = |region: u64, ranges| ReadPart { key: key(region), region: RegionId(region), ranges };
             let memory = || Memory::allocate(4096).unwrap();
             let plan =
-                Plan::new(OpId(1), vec![part(0, first), part(1, second)], vec![memory(), memory()]).unwrap();
+                Plan::new("x", OpId(1), vec![part(0, first), part(1, second)], vec![memory(), memory()]).unwrap();
 
             let (mut cursor, mut seen, mut kept) = (Cursor::default(), vec![], vec![]);
             let mut missing = vec![];

@@ -3,7 +3,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 
-use tokio::net::TcpStream;
+use super::socket::Socket;
 
 use super::spans::Spans;
 use crate::memory::Memory;
@@ -12,8 +12,8 @@ use crate::memory::Memory;
 const PIECES_MAX: usize = 256;
 
 /// Receives into the spans and, when they are full, into `tail`. Returns the bytes received in all.
-pub(super) fn receive(
-    stream: &TcpStream,
+pub(crate) fn receive(
+    stream: &Socket,
     into: Option<(&Memory, &Spans)>,
     tail: &mut [u8],
 ) -> io::Result<usize> {
@@ -38,8 +38,8 @@ pub(super) fn receive(
 }
 
 /// Sends `heads`, then the spans. Returns the bytes sent in all.
-pub(super) fn send<'a>(
-    stream: &TcpStream,
+pub(crate) fn send<'a>(
+    stream: &Socket,
     heads: impl Iterator<Item = &'a [u8]>,
     from: Option<(&Memory, &Spans)>,
 ) -> io::Result<usize> {

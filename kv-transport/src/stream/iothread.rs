@@ -4,19 +4,20 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::address::Nonce;
 use super::commands::Control;
 use super::connection::Connection;
+use super::core::Aside;
 use super::establish::{NOT_OURS, check_nonce, read_preface};
 use super::frame::{Preface, ServeLimits};
+use super::key::Nonce;
 use super::shared::Shared;
+use super::socket::{Listener, Socket};
 use crate::error::LossReason;
 
 /// Connections whose preface is awaited at a time. Each lasts for the handshake limit at most.
@@ -29,11 +30,12 @@ const FAREWELL: Duration = Duration::from_millis(500);
 const LOG_PAUSE: Duration = Duration::from_secs(10);
 
 /// What the thread works with.
-pub(super) struct IoThread {
-    pub(super) shared: Arc<Shared>,
-    pub(super) nonce: Nonce,
-    pub(super) listener: TcpListener,
-    pub(super) control: UnboundedReceiver<Control>,
+pub(crate) struct IoThread {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) nonce: Nonce,
+    pub(crate) listener: Listener,
+    pub(crate) aside: Option<Aside>,
+    pub(crate) control: UnboundedReceiver<Control>,
 }
 
 /// Ends what is left, even if the thread comes to grief.
@@ -47,7 +49,7 @@ impl Drop for Finish {
 
 impl IoThread {
     /// Runs until [`Control::Shutdown`].
-    pub(super) fn run(self, runtime: Runtime) {
+    pub(crate) fn run(self, runtime: Runtime) {
         let finish = Finish(Arc::clone(&self.shared));
         runtime.block_on(self.main());
         // The resolver of the system cannot be interrupted; its thread ends by itself.
@@ -60,15 +62,16 @@ impl IoThread {
         let strangers = Arc::new(Semaphore::new(STRANGERS_MAX));
         // Dropped at the end, which is how strangers learn of it.
         let (open, closed) = watch::channel(());
+        let aside = self.aside.take().map(tokio::spawn);
         let mut log = Log::default();
         let mut accept_from = Instant::now();
         loop {
             tokio::select! {
                 control = self.control.recv() => match control {
-                    Some(Control::Connect { peer, endpoint, deadline, commands }) => {
+                    Some(Control::Connect { peer, target, deadline, commands }) => {
                         let connection = Connection::new(Arc::clone(&self.shared), peer, commands);
-                        let own = self.preface(endpoint.nonce);
-                        tasks.spawn(connection.run_connecting(endpoint, own, deadline));
+                        let own = self.preface(target.nonce);
+                        tasks.spawn(connection.run_connecting(target, own, deadline));
                     }
                     Some(Control::Shutdown) | None => break,
                 },
@@ -105,6 +108,9 @@ impl IoThread {
         }
         drop((self.listener, open));
         self.shared.close_peers();
+        if let Some(aside) = aside {
+            aside.abort();
+        }
         let farewell = async { while tasks.join_next().await.is_some() {} };
         // Whatever should hang all the same ends with the set.
         timeout(FAREWELL, farewell).await.ok();
@@ -117,24 +123,24 @@ impl IoThread {
 
 /// Waits for a connection, once the time has come and there is room for one more stranger.
 async fn accept(
-    listener: &TcpListener,
+    listener: &Listener,
     strangers: &Arc<Semaphore>,
     from: Instant,
-) -> (Option<OwnedSemaphorePermit>, io::Result<TcpStream>) {
+) -> (Option<OwnedSemaphorePermit>, io::Result<Socket>) {
     sleep_until(from).await;
     // The semaphore is never closed, so there always is a permit in the end.
     let permit = Arc::clone(strangers).acquire_owned().await.ok();
-    (permit, listener.accept().await.map(|(stream, _)| stream))
+    (permit, listener.accept().await)
 }
 
 /// Finds out who connected. Only one who knows our protocol and our address becomes a peer.
 async fn welcome(
     shared: &Arc<Shared>,
-    mut stream: TcpStream,
+    mut stream: Socket,
     own: Preface,
-) -> Result<(Connection, TcpStream, ServeLimits), LossReason> {
+) -> Result<(Connection, Socket, ServeLimits), LossReason> {
     let fail = |error: io::Error| LossReason::Broken { kind: error.kind(), code: error.raw_os_error() };
-    stream.set_nodelay(true).map_err(fail)?;
+    stream.set_nodelay().map_err(fail)?;
     let checked = match read_preface(&mut stream).await {
         Ok(theirs) => check_nonce(theirs.expected, own.nonce).map(|()| theirs),
         Err(reason) => Err(reason),

@@ -36,46 +36,46 @@
 //! side decides the outcome after it has handed over the last byte: that is how a region that is deregistered
 //! during a read never yields wrong bytes as a success (rule T-9).
 
-use super::address::{Key, Nonce};
+use super::key::{Key, Nonce};
 use crate::contract::MESSAGE_MAX_BYTES;
 
 const MAGIC: [u8; 8] = *b"kvTCP\r\n\x1a";
 const VERSION: u16 = 1;
 
 /// Length of a preface.
-pub(super) const PREFACE_BYTES: usize = 64;
+pub(crate) const PREFACE_BYTES: usize = 64;
 /// Length of a frame's header.
-pub(super) const HEADER_BYTES: usize = 16;
+pub(crate) const HEADER_BYTES: usize = 16;
 
 const READ_FIXED_BYTES: usize = 24;
 const RANGE_BYTES: usize = 12;
 
 /// What one side grants to the other when that reads from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct ServeLimits {
-    pub(super) chunk_queue: u32,
-    pub(super) chunk_bytes: u32,
-    pub(super) chunk_ranges: u32,
+pub(crate) struct ServeLimits {
+    pub(crate) chunk_queue: u32,
+    pub(crate) chunk_bytes: u32,
+    pub(crate) chunk_ranges: u32,
 }
 
 /// What each side says first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Preface {
-    pub(super) limits: ServeLimits,
-    pub(super) nonce: Nonce,
-    pub(super) expected: Nonce,
+pub(crate) struct Preface {
+    pub(crate) limits: ServeLimits,
+    pub(crate) nonce: Nonce,
+    pub(crate) expected: Nonce,
 }
 
 /// Why a preface was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum PrefaceError {
+pub(crate) enum PrefaceError {
     Magic,
     Version,
     Limits,
 }
 
 impl Preface {
-    pub(super) fn encode(&self) -> [u8; PREFACE_BYTES] {
+    pub(crate) fn encode(&self) -> [u8; PREFACE_BYTES] {
         let mut bytes = [0; PREFACE_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
@@ -88,7 +88,7 @@ impl Preface {
     }
 
     /// Refuses a beginning that no continuation could make good, so that a stranger is known by its first byte.
-    pub(super) fn check_start(start: &[u8]) -> Result<(), PrefaceError> {
+    pub(crate) fn check_start(start: &[u8]) -> Result<(), PrefaceError> {
         let known = start.len().min(MAGIC.len());
         if start[..known] != MAGIC[..known] {
             return Err(PrefaceError::Magic);
@@ -99,7 +99,7 @@ impl Preface {
         }
     }
 
-    pub(super) fn decode(bytes: &[u8; PREFACE_BYTES]) -> Result<Self, PrefaceError> {
+    pub(crate) fn decode(bytes: &[u8; PREFACE_BYTES]) -> Result<Self, PrefaceError> {
         Self::check_start(bytes)?;
         let limits = ServeLimits {
             chunk_queue: u32_at(bytes, 12),
@@ -118,7 +118,7 @@ impl Preface {
 
 /// How a chunk ended, as the serving side tells it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum EndCode {
+pub(crate) enum EndCode {
     Done,
     UnknownKey,
     Range,
@@ -127,7 +127,7 @@ pub(super) enum EndCode {
 
 /// A frame's header. Lengths are those of the body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Header {
+pub(crate) enum Header {
     Read { chunk: u64, len: u32 },
     Data { chunk: u64, len: u32 },
     End { chunk: u64, code: EndCode },
@@ -138,7 +138,7 @@ pub(super) enum Header {
 }
 
 impl Header {
-    pub(super) fn encode(self) -> [u8; HEADER_BYTES] {
+    pub(crate) fn encode(self) -> [u8; HEADER_BYTES] {
         let (kind, code, len, id) = match self {
             Self::Read { chunk, len } => (1, 0, len, chunk),
             Self::Data { chunk, len } => (2, 0, len, chunk),
@@ -157,7 +157,7 @@ impl Header {
     }
 
     /// Decodes and bounds every length by what `granted` allows, before anything is allocated for it.
-    pub(super) fn decode(bytes: &[u8; HEADER_BYTES], granted: ServeLimits) -> Result<Self, &'static str> {
+    pub(crate) fn decode(bytes: &[u8; HEADER_BYTES], granted: ServeLimits) -> Result<Self, &'static str> {
         let (kind, code, len) = (bytes[0], bytes[1], u32_at(bytes, 4));
         let id = u64_at(bytes, 8);
         if bytes[2..4] != [0, 0] {
@@ -205,14 +205,14 @@ impl Header {
 
 /// A request for one chunk.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ReadBody {
-    pub(super) op: u64,
-    pub(super) key: Key,
-    pub(super) ranges: Vec<(u64, u32)>,
+pub(crate) struct ReadBody {
+    pub(crate) op: u64,
+    pub(crate) key: Key,
+    pub(crate) ranges: Vec<(u64, u32)>,
 }
 
 /// Appends a `Read` frame.
-pub(super) fn encode_read(out: &mut Vec<u8>, chunk: u64, op: u64, key: Key, ranges: &[(u64, u32)]) {
+pub(crate) fn encode_read(out: &mut Vec<u8>, chunk: u64, op: u64, key: Key, ranges: &[(u64, u32)]) {
     let len = READ_FIXED_BYTES + RANGE_BYTES * ranges.len();
     out.reserve(HEADER_BYTES + len);
     out.extend_from_slice(&Header::Read { chunk, len: len as u32 }.encode());
@@ -226,7 +226,7 @@ pub(super) fn encode_read(out: &mut Vec<u8>, chunk: u64, op: u64, key: Key, rang
 }
 
 /// Decodes the body of a `Read` frame; the sum of its lengths is bounded by what `granted` allows.
-pub(super) fn decode_read(body: &[u8], granted: ServeLimits) -> Result<ReadBody, &'static str> {
+pub(crate) fn decode_read(body: &[u8], granted: ServeLimits) -> Result<ReadBody, &'static str> {
     let (fixed, ranges) = body.split_at_checked(READ_FIXED_BYTES).ok_or("a read without ranges")?;
     let (ranges, rest) = ranges.as_chunks::<RANGE_BYTES>();
     if !rest.is_empty() || ranges.is_empty() {

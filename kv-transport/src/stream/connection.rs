@@ -3,19 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::socket::Socket;
 use tokio::io::Interest;
-use tokio::net::TcpStream;
 use tokio::sync::mpsc::UnboundedReceiver;
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
-use super::address::Endpoint;
-use super::commands::{Command, after};
+use super::commands::{AcceptedRead, Command, after};
 use super::establish;
 use super::frame::{Preface, ServeLimits};
 use super::reader::{Others, Reader};
 use super::reads::Reads;
 use super::serve::Serve;
 use super::shared::Shared;
+use super::target::Target;
 use super::writer::{Turn, Writer};
 use crate::contract::PeerId;
 use crate::error::LossReason;
@@ -28,7 +28,7 @@ const TURN_COMMANDS: usize = 256;
 const LONG: Duration = Duration::from_secs(3600);
 
 /// A peer, whether connected or not yet.
-pub(super) struct Connection {
+pub(crate) struct Connection {
     shared: Arc<Shared>,
     peer: PeerId,
     commands: UnboundedReceiver<Command>,
@@ -39,7 +39,7 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn new(shared: Arc<Shared>, peer: PeerId, commands: UnboundedReceiver<Command>) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, peer: PeerId, commands: UnboundedReceiver<Command>) -> Self {
         Self {
             peer,
             commands,
@@ -52,23 +52,23 @@ impl Connection {
     }
 
     /// Lives the life of a peer that connected to us, and whose preface we have read.
-    pub(super) async fn run_accepted(mut self, stream: TcpStream, answer: Preface, granted: ServeLimits) {
+    pub(crate) async fn run_accepted(mut self, stream: Socket, answer: Preface, granted: ServeLimits) {
         self.writer.control.extend_from_slice(&answer.encode());
         self.reason = self.serve_stream(stream, granted).await.err();
     }
 
     /// Lives the life of a peer that we connect to.
-    pub(super) async fn run_connecting(mut self, endpoint: Endpoint, own: Preface, deadline: Instant) {
-        self.reason = self.connect_and_serve(endpoint, own, deadline).await.err();
+    pub(crate) async fn run_connecting(mut self, target: Target, own: Preface, deadline: Instant) {
+        self.reason = self.connect_and_serve(target, own, deadline).await.err();
     }
 
     async fn connect_and_serve(
         &mut self,
-        endpoint: Endpoint,
+        target: Target,
         own: Preface,
         deadline: Instant,
     ) -> Result<Never, LossReason> {
-        let connecting = establish::connect(endpoint, own, deadline);
+        let connecting = connect(Arc::clone(&self.shared), self.peer, target, own, deadline);
         tokio::pin!(connecting);
         let mut sleep = Box::pin(sleep_until(after(Instant::now(), LONG)));
         let (stream, granted) = loop {
@@ -90,8 +90,17 @@ impl Connection {
     /// Obeys; an error is the end.
     fn command(&mut self, command: Option<Command>) -> Result<(), LossReason> {
         match command {
-            Some(Command::Read(read)) => self.reads.add(read),
-            Some(Command::Cancel { op, serial }) => self.reads.cancel(op, serial, &mut self.writer.control),
+            Some(Command::Read(read)) => match &self.shared.local {
+                None => self.reads.add(read),
+                Some(_) => self.resolve(read),
+            },
+            Some(Command::Carry(read)) => self.reads.add(read),
+            Some(Command::Cancel { op, serial }) => {
+                self.reads.cancel(op, serial, &mut self.writer.control);
+                if let Some(local) = &self.shared.local {
+                    local.cancel(op, serial);
+                }
+            }
             Some(Command::Send(message)) => self.writer.message(message),
             // The next turn looks again.
             Some(Command::Resume) => {}
@@ -101,7 +110,18 @@ impl Connection {
         Ok(())
     }
 
-    async fn serve_stream(&mut self, stream: TcpStream, granted: ServeLimits) -> Result<Never, LossReason> {
+    /// Has a local path ask the peer what it must know, beside everything else.
+    fn resolve(&self, read: AcceptedRead) {
+        let (shared, peer) = (Arc::clone(&self.shared), self.peer);
+        tokio::spawn(async move {
+            let Some(local) = &shared.local else { return };
+            if let Some(read) = local.resolve(peer, read).await {
+                shared.hand(peer, Command::Carry(read));
+            }
+        });
+    }
+
+    async fn serve_stream(&mut self, stream: Socket, granted: ServeLimits) -> Result<Never, LossReason> {
         self.reads.open(granted);
         let mut reader = Reader::new(Arc::clone(&self.shared), self.peer);
         let mut sleep = Box::pin(sleep_until(after(Instant::now(), LONG)));
@@ -148,7 +168,7 @@ impl Connection {
             };
             let ready = async {
                 match interest {
-                    Some(interest) => stream.ready(interest).await.map(|_| ()),
+                    Some(interest) => stream.ready(interest).await,
                     None => std::future::pending().await,
                 }
             };
@@ -194,8 +214,28 @@ impl Drop for Connection {
         let reason =
             self.reason.take().unwrap_or(LossReason::Broken { kind: std::io::ErrorKind::Other, code: None });
         tracing::debug!(peer = self.peer.0, %reason, "peer lost");
-        self.shared.lose(self.peer, reason, self.reads.abandon());
+        let mut arrived = self.reads.abandon();
+        if let Some(local) = &self.shared.local {
+            arrived.extend(local.detach(self.peer));
+        }
+        self.shared.lose(self.peer, reason, arrived);
     }
+}
+
+/// Connects, and finds out what of the peer's memory can be reached without it.
+async fn connect(
+    shared: Arc<Shared>,
+    peer: PeerId,
+    target: Target,
+    own: Preface,
+    deadline: Instant,
+) -> Result<(Socket, ServeLimits), LossReason> {
+    let connected = establish::connect(&target, own, deadline).await?;
+    if let Some(local) = &shared.local {
+        let attached = timeout_at(deadline, local.attach(peer, &target)).await;
+        attached.map_err(|_| LossReason::ConnectTimedOut)??;
+    }
+    Ok(connected)
 }
 
 /// What never is.

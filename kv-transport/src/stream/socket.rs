@@ -1,0 +1,79 @@
+//! The kinds of byte streams that carry a connection.
+
+use std::io::{self, IoSlice, IoSliceMut};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
+use tokio::net::{TcpListener, TcpStream};
+#[cfg(target_os = "linux")]
+use tokio::net::{UnixListener, UnixStream};
+
+/// A connected socket.
+#[derive(Debug)]
+pub(crate) enum Socket {
+    Tcp(TcpStream),
+    #[cfg(target_os = "linux")]
+    Unix(UnixStream),
+}
+
+macro_rules! each {
+    ($self:expr, $stream:ident => $do:expr) => {
+        match $self {
+            Self::Tcp($stream) => $do,
+            #[cfg(target_os = "linux")]
+            Self::Unix($stream) => $do,
+        }
+    };
+}
+
+impl Socket {
+    /// Small frames go out at once.
+    pub(crate) fn set_nodelay(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_nodelay(true),
+            #[cfg(target_os = "linux")]
+            Self::Unix(_) => Ok(()),
+        }
+    }
+
+    pub(crate) async fn ready(&self, interest: Interest) -> io::Result<()> {
+        each!(self, stream => stream.ready(interest).await.map(|_| ()))
+    }
+
+    pub(crate) fn try_read_vectored(&self, pieces: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        each!(self, stream => stream.try_read_vectored(pieces))
+    }
+
+    pub(crate) fn try_write_vectored(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
+        each!(self, stream => stream.try_write_vectored(pieces))
+    }
+
+    pub(crate) fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
+        each!(self, stream => stream.try_write(bytes))
+    }
+
+    pub(crate) async fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        each!(self, stream => stream.read(bytes).await)
+    }
+
+    pub(crate) async fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
+        each!(self, stream => stream.write_all(bytes).await)
+    }
+}
+
+/// A socket that waits for connections.
+#[derive(Debug)]
+pub(crate) enum Listener {
+    Tcp(TcpListener),
+    #[cfg(target_os = "linux")]
+    Unix(UnixListener),
+}
+
+impl Listener {
+    pub(crate) async fn accept(&self) -> io::Result<Socket> {
+        match self {
+            Self::Tcp(listener) => listener.accept().await.map(|(stream, _)| Socket::Tcp(stream)),
+            #[cfg(target_os = "linux")]
+            Self::Unix(listener) => listener.accept().await.map(|(stream, _)| Socket::Unix(stream)),
+        }
+    }
+}
