@@ -340,6 +340,12 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// loses nothing.
     async fn next_event(&self) -> Option<Event>;
 
+    /// In words for people: what carries the bytes of a peer, if there is anything to say. It can change with use.
+    fn lane(&self, peer: PeerId) -> Option<String> {
+        let _ = peer;
+        None
+    }
+
     /// Ends everything: operations complete, peers are lost, sockets are closed. Returns when that is done, or
     /// after `limit` at the latest.
     async fn shutdown(&self, limit: Duration);

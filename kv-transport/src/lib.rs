@@ -3,6 +3,8 @@
 pub mod contract;
 pub mod error;
 pub mod memory;
+#[cfg(target_os = "linux")]
+pub mod shm;
 mod stream;
 pub mod tcp;
 
@@ -11,4 +13,4 @@ pub use contract::{
     ReadOutcome, ReadPart, ReadRange, ReadRequest, RegionId, RegionKey, Transport,
 };
 pub use error::{LossReason, ReadError, TransportError};
-pub use memory::{Memory, MemoryError};
+pub use memory::{Memory, MemoryError, Pages};

@@ -43,9 +43,26 @@ pub enum MemoryError {
     },
 }
 
+/// Size of the pages behind shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Pages {
+    /// What the system uses otherwise.
+    #[default]
+    Normal,
+    /// Huge pages, which the operator must have set aside (`vm.nr_hugepages`).
+    Huge,
+}
+
 enum Backing {
     Allocated(Layout),
-    Foreign { _keep: Arc<dyn Any + Send + Sync> },
+    #[cfg(target_os = "linux")]
+    Shared {
+        file: std::os::fd::OwnedFd,
+        mapped: usize,
+    },
+    Foreign {
+        _keep: Arc<dyn Any + Send + Sync>,
+    },
 }
 
 struct Inner {
@@ -62,9 +79,17 @@ unsafe impl Sync for Inner {}
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if let Backing::Allocated(layout) = self.backing {
+        match self.backing {
             // SAFETY: `base` came from `alloc_zeroed` with this very layout, and this is the last owner.
-            unsafe { dealloc(self.base, layout) }
+            Backing::Allocated(layout) => unsafe { dealloc(self.base, layout) },
+            #[cfg(target_os = "linux")]
+            Backing::Shared { mapped, .. } => {
+                // SAFETY: the mapping was made with this base and length, and this is the last owner.
+                if let Err(error) = unsafe { rustix::mm::munmap(self.base.cast(), mapped) } {
+                    tracing::error!(%error, mapped, "shared KV memory was not unmapped");
+                }
+            }
+            Backing::Foreign { .. } => {}
         }
     }
 }
@@ -87,6 +112,54 @@ impl Memory {
             return Err(MemoryError::OutOfMemory { bytes });
         }
         Ok(Self(Arc::new(Inner { base, len: bytes, backing: Backing::Allocated(layout) })))
+    }
+
+    /// Allocates zeroed memory that processes of this host can map, if a transport hands it to them: the `shm` transport
+    /// then copies straight out of it. Its pages are touched here, so that later use finds them.
+    ///
+    /// Nobody can make it shorter, so whoever maps it is safe from a missing page.
+    #[cfg(target_os = "linux")]
+    pub fn allocate_shared(bytes: usize, pages: Pages) -> Result<Self, MemoryError> {
+        use rustix::fs::{MemfdFlags, SealFlags};
+        use rustix::mm::{MapFlags, ProtFlags};
+
+        /// Size of a huge page; the system's default on the machines that this is for.
+        const HUGE_BYTES: usize = 2 << 20;
+        let unit = if pages == Pages::Huge { HUGE_BYTES } else { PAGE_BYTES };
+        let mapped = bytes.checked_next_multiple_of(unit).filter(|mapped| isize::try_from(*mapped).is_ok());
+        let mapped = mapped.filter(|_| bytes > 0).ok_or(MemoryError::BadLength { bytes })?;
+        let refused = |_| MemoryError::OutOfMemory { bytes };
+        let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        if pages == Pages::Huge {
+            flags |= MemfdFlags::HUGETLB;
+        }
+        let file = rustix::fs::memfd_create("kv-memory", flags).map_err(refused)?;
+        rustix::fs::ftruncate(&file, mapped as u64).map_err(refused)?;
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(refused)?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at a place of the system's choice replaces nothing.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                mapped,
+                access,
+                MapFlags::SHARED | MapFlags::POPULATE,
+                &file,
+                0,
+            )
+        };
+        let base = base.map_err(refused)?.cast();
+        Ok(Self(Arc::new(Inner { base, len: bytes, backing: Backing::Shared { file, mapped } })))
+    }
+
+    /// The file behind shared memory, whose first byte is this memory's, and its length in whole pages.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn shared_file(&self) -> Option<(&std::os::fd::OwnedFd, usize)> {
+        match &self.0.backing {
+            Backing::Shared { file, mapped } => Some((file, *mapped)),
+            _ => None,
+        }
     }
 
     /// Wraps memory that somebody else allocated, such as an engine's KV cache.
@@ -172,6 +245,22 @@ mod tests {
     fn impossible_lengths_are_errors() {
         assert_eq!(Memory::allocate(0).unwrap_err(), MemoryError::BadLength { bytes: 0 });
         assert_eq!(Memory::allocate(usize::MAX).unwrap_err(), MemoryError::BadLength { bytes: usize::MAX });
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn shared_memory_is_zeroed_and_cannot_be_cut() {
+        let memory = Memory::allocate_shared(10_000, Pages::Normal).unwrap();
+        let mut bytes = [1; 3];
+        memory.read(9_997, &mut bytes).unwrap();
+        assert_eq!((bytes, memory.len()), ([0; 3], 10_000));
+        assert!(memory.write(9_999, &[1, 2]).is_err());
+        let (file, _) = memory.shared_file().unwrap();
+        assert!(rustix::fs::ftruncate(file, 0).is_err(), "somebody could cut it under a reader");
+        for bytes in [0, usize::MAX] {
+            let refused = Memory::allocate_shared(bytes, Pages::Normal).unwrap_err();
+            assert_eq!(refused, MemoryError::BadLength { bytes });
+        }
     }
 
     #[test]

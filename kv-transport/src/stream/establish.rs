@@ -19,7 +19,7 @@ use crate::error::LossReason;
 const ADDRESSES_MAX: usize = 16;
 
 /// Said of one who does not even begin like us.
-pub(crate) const NOT_OURS: &str = "it is not a transport of this kind";
+pub(crate) const NOT_OURS: &str = "it is not a kv-transport of this kind";
 
 /// Connects and introduces us. Ends before the deadline, one way or another.
 pub(crate) async fn connect(

@@ -79,7 +79,7 @@ impl Default for TcpConfig {
 
 impl TcpConfig {
     /// Refuses what cannot work, by name.
-    pub(super) fn check(&self) -> Result<(), TransportError> {
+    pub(crate) fn check(&self) -> Result<(), TransportError> {
         let rules = [
             (
                 self.bind.ip().is_unspecified() && self.advertise.is_none(),
