@@ -25,7 +25,8 @@ pub struct Config {
     pub handshake_port: u16,
     /// Host that consumers are told to shake hands with. Empty: `handshake_host`. Needed when that is a wildcard.
     pub advertise_host: String,
-    /// The transport that moves bytes: `tcp`.
+    /// The transport that moves bytes. `tcp` works everywhere; `shm` only between processes of one user on one host; `auto`
+    /// uses, for each peer, the best of these that both sides have, and says which one and why.
     pub transport: String,
     /// Address at which a worker's transport listens; the port is the system's choice.
     pub transport_host: String,
@@ -196,7 +197,11 @@ pub enum ConfigError {
 }
 
 /// Transports that can be chosen by name.
-pub const TRANSPORTS: &[&str] = &["tcp"];
+#[cfg(target_os = "linux")]
+pub const TRANSPORTS: &[&str] = &["tcp", "shm", "auto"];
+/// Transports that can be chosen by name.
+#[cfg(not(target_os = "linux"))]
+pub const TRANSPORTS: &[&str] = &["tcp", "auto"];
 
 /// Longest duration that a field may name: a day.
 const DAY_MS: u64 = 86_400_000;
@@ -406,7 +411,10 @@ mod tests {
             refuse(r#"{"lease_ttl_ms": 700000}"#),
             "lease_ttl_ms of 700000 is more than lease_max_ms of 600000"
         );
-        assert_eq!(refuse(r#"{"transport": "rdma"}"#), "transport is \"rdma\"; this build has [\"tcp\"]");
+        assert_eq!(
+            refuse(r#"{"transport": "rdma"}"#),
+            "transport is \"rdma\"; this build has [\"tcp\", \"shm\", \"auto\"]"
+        );
         assert_eq!(
             refuse(r#"{"handshake_host": "0.0.0.0"}"#),
             "handshake_host is the wildcard \"0.0.0.0\", which no peer can dial; set advertise_host"

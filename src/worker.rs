@@ -7,6 +7,9 @@ use std::time::Duration;
 use kv_handshake::Dialler;
 use kv_proto::handshake::{EngineCard, Query};
 use kv_proto::{BlockLayout, Fingerprint, PeerLocator, Rank};
+use kv_transport::auto::AutoTransport;
+#[cfg(target_os = "linux")]
+use kv_transport::shm::{ShmConfig, ShmTransport};
 use kv_transport::tcp::{TcpConfig, TcpTransport};
 use kv_transport::{Memory, Transport, TransportError};
 use kv_worker::{Dial, Failure, Worker, WorkerConfig, WorkerLimits, WorkerParts, WorkerStats};
@@ -170,21 +173,34 @@ fn limits(config: &Config) -> WorkerLimits {
 /// Opens the transport that the configuration names.
 pub fn open_transport(config: &Config) -> Result<Arc<dyn Transport>, ConnectorError> {
     match config.transport.as_str() {
-        "tcp" => {
-            let told = &config.transport_advertise_host;
-            let tcp = TcpConfig {
-                bind: resolve(&config.transport_host)?,
-                advertise: (!told.is_empty())
-                    .then(|| told.trim_start_matches('[').trim_end_matches(']').to_owned()),
-                ..TcpConfig::default()
-            };
-            Ok(Arc::new(TcpTransport::bind(tcp)?))
+        "tcp" => Ok(Arc::new(open_tcp(config)?)),
+        #[cfg(target_os = "linux")]
+        "shm" => Ok(Arc::new(ShmTransport::bind(ShmConfig::default())?)),
+        "auto" => {
+            let mut members: Vec<Arc<dyn Transport>> = vec![];
+            #[cfg(target_os = "linux")]
+            match ShmTransport::bind(ShmConfig::default()) {
+                Ok(shm) => members.push(Arc::new(shm)),
+                Err(error) => tracing::warn!(%error, "no shared memory; peers are reached in other ways"),
+            }
+            members.push(Arc::new(open_tcp(config)?));
+            Ok(Arc::new(AutoTransport::over(members)?))
         }
         _ => {
             let name = config.transport.clone();
             Err(ConfigError::UnknownTransport { name, known: TRANSPORTS }.into())
         }
     }
+}
+
+fn open_tcp(config: &Config) -> Result<TcpTransport, ConnectorError> {
+    let told = &config.transport_advertise_host;
+    let tcp = TcpConfig {
+        bind: resolve(&config.transport_host)?,
+        advertise: (!told.is_empty()).then(|| told.trim_start_matches('[').trim_end_matches(']').to_owned()),
+        ..TcpConfig::default()
+    };
+    Ok(TcpTransport::bind(tcp)?)
 }
 
 fn resolve(host: &str) -> Result<SocketAddr, ConnectorError> {

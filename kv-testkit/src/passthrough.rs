@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use kv_transport::{
-    Address, Capabilities, Event, Memory, OpId, PeerId, ReadRequest, RegionId, RegionKey, Transport,
+    Address, Capabilities, Event, Face, Memory, OpId, PeerId, ReadRequest, RegionId, RegionKey, Transport,
     TransportError,
 };
 use tokio::sync::Notify;
@@ -189,6 +189,18 @@ impl<I: Interpose> Transport for Passthrough<I> {
                 () = through.0.news.notified() => {}
             }
         }
+    }
+
+    fn lane(&self, peer: PeerId) -> Option<String> {
+        self.0.through().inner().lane(peer)
+    }
+
+    fn faces(&self, regions: &[RegionId]) -> Result<Vec<Face>, TransportError> {
+        self.0.through().inner().faces(regions)
+    }
+
+    fn adopt(&self, name: &str, address: &Address, keys: &[RegionKey]) -> Option<(Address, Vec<RegionKey>)> {
+        self.0.through().inner().adopt(name, address, keys)
     }
 
     async fn shutdown(&self, limit: Duration) {

@@ -244,6 +244,17 @@ pub enum Event {
     },
 }
 
+/// A transport under whose name a peer may reach regions of another; see [`Transport::faces`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Face {
+    /// Its name.
+    pub name: &'static str,
+    /// Where it can be reached.
+    pub address: Address,
+    /// Its keys, in the order of the regions asked for.
+    pub keys: Vec<RegionKey>,
+}
+
 /// What a transport can do. What is not claimed is refused by name (rule T-12).
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -343,6 +354,19 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// In words for people: what carries the bytes of a peer, if there is anything to say. It can change with use.
     fn lane(&self, peer: PeerId) -> Option<String> {
         let _ = peer;
+        None
+    }
+
+    /// Other transports under whose names peers may reach these regions, for a transport that is made of others.
+    fn faces(&self, regions: &[RegionId]) -> Result<Vec<Face>, TransportError> {
+        let _ = regions;
+        Ok(vec![])
+    }
+
+    /// Address and keys for [`Transport::connect`] and [`Transport::read`], made from those of a peer that has only one of
+    /// this transport's parts; `None` if this transport has no such part.
+    fn adopt(&self, name: &str, address: &Address, keys: &[RegionKey]) -> Option<(Address, Vec<RegionKey>)> {
+        let _ = (name, address, keys);
         None
     }
 

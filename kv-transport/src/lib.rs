@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod auto;
 pub mod contract;
 pub mod error;
 pub mod memory;
@@ -9,8 +10,8 @@ mod stream;
 pub mod tcp;
 
 pub use contract::{
-    Address, Capabilities, Event, MESSAGE_MAX_BYTES, OPAQUE_MAX_BYTES, OpId, PeerId, RangeSet, ReadLimits,
-    ReadOutcome, ReadPart, ReadRange, ReadRequest, RegionId, RegionKey, Transport,
+    Address, Capabilities, Event, Face, MESSAGE_MAX_BYTES, OPAQUE_MAX_BYTES, OpId, PeerId, RangeSet,
+    ReadLimits, ReadOutcome, ReadPart, ReadRange, ReadRequest, RegionId, RegionKey, Transport,
 };
 pub use error::{LossReason, ReadError, TransportError};
 pub use memory::{Memory, MemoryError, Pages};

@@ -7,10 +7,12 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kv_proto::handshake::{EngineCard, Query};
+use kv_proto::handshake::{EngineCard, Query, TransportCard};
 use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
 use kv_proto::{Fingerprint, LoadFailure, LoadId, Moment, PeerLocator, Plan, Report};
-use kv_transport::{Event, OpId, PeerId, ReadError, ReadLimits, ReadRequest, Transport, TransportError};
+use kv_transport::{
+    Address, Event, OpId, PeerId, ReadError, ReadLimits, ReadRequest, RegionKey, Transport, TransportError,
+};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
@@ -404,8 +406,12 @@ impl Running {
         let config = self.driver.machine.config();
         let query = Peers::query(config, &peer);
         let limit = config.limits.handshake;
+        let transport = self.driver.transport.clone();
         self.dials.spawn_blocking(move || {
-            let result = dialler.dial(&peer, query, &fingerprint, limit);
+            let mut result = dialler.dial(&peer, query, &fingerprint, limit);
+            if let Ok(card) = &mut result {
+                adopt(transport.as_ref(), card);
+            }
             (peer, result)
         });
     }
@@ -438,4 +444,25 @@ fn read_failure(error: &ReadError) -> Failure {
         _ => LoadFailure::ReadFailed,
     };
     Failure::new(reason, error.to_string())
+}
+
+/// Where a peer has only a part of what our transport is made of, writes it down as what our transport takes.
+fn adopt(transport: &dyn Transport, card: &mut EngineCard) {
+    for worker in &mut card.workers {
+        if worker.transports.iter().any(|theirs| theirs.name == transport.name()) {
+            continue;
+        }
+        let adopted = worker.transports.iter().find_map(|theirs| {
+            let address = Address::from_bytes(theirs.address.clone()).ok()?;
+            let keys = theirs.keys.iter().map(|key| RegionKey::from_bytes(key.to_vec()).ok());
+            transport.adopt(&theirs.name, &address, &keys.collect::<Option<Vec<_>>>()?)
+        });
+        if let Some((address, keys)) = adopted {
+            worker.transports.push(TransportCard {
+                name: transport.name().to_owned(),
+                address: address.as_bytes().to_vec(),
+                keys: keys.iter().map(|key| key.as_bytes().to_vec().into()).collect(),
+            });
+        }
+    }
 }

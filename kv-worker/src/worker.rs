@@ -108,16 +108,23 @@ impl Worker {
             keys.push(transport.key(region).map_err(register)?.as_bytes().to_vec().into());
             regions.push(region);
         }
+        let mut transports = vec![TransportCard {
+            name: transport.name().to_owned(),
+            address: transport.address().as_bytes().to_vec(),
+            keys,
+        }];
+        let faces = transport.faces(&regions).map_err(|source| WorkerError::Register { index: 0, source })?;
+        transports.extend(faces.into_iter().map(|face| TransportCard {
+            name: face.name.to_owned(),
+            address: face.address.as_bytes().to_vec(),
+            keys: face.keys.iter().map(|key| key.as_bytes().to_vec().into()).collect(),
+        }));
         let card = WorkerCard {
             rank: config.rank,
             memory_sizes,
             layout: layout.clone(),
             fingerprint: fingerprint.clone(),
-            transports: vec![TransportCard {
-                name: transport.name().to_owned(),
-                address: transport.address().as_bytes().to_vec(),
-                keys,
-            }],
+            transports,
         };
         let lens = card.memory_sizes.iter().copied();
         let self_check = SelfCheck::new(transport.clone(), regions.iter().copied().zip(lens).collect());

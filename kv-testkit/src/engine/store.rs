@@ -1,6 +1,8 @@
 //! The engine's KV cache in memory that a transport can read.
 
 use kv_proto::{BlockLayout, BlockOrder, Dtype, RegionKind, RegionLayout};
+#[cfg(target_os = "linux")]
+use kv_transport::Pages;
 use kv_transport::{Memory, MemoryError};
 
 use super::model::{KvStore, ModelConfig};
@@ -23,6 +25,26 @@ impl MemoryStore {
         block_tokens: u32,
         blocks: u32,
     ) -> Result<Self, MemoryError> {
+        Self::build(config, heads, block_tokens, blocks, false)
+    }
+
+    /// The same in memory that other processes of this host can map.
+    pub fn new_shared(
+        config: &ModelConfig,
+        heads: usize,
+        block_tokens: u32,
+        blocks: u32,
+    ) -> Result<Self, MemoryError> {
+        Self::build(config, heads, block_tokens, blocks, true)
+    }
+
+    fn build(
+        config: &ModelConfig,
+        heads: usize,
+        block_tokens: u32,
+        blocks: u32,
+        shared: bool,
+    ) -> Result<Self, MemoryError> {
         let head_size = config.head_size();
         let block_bytes = (2 * heads * block_tokens as usize * head_size * 4) as u64;
         let layers = config.num_hidden_layers as u64;
@@ -42,7 +64,8 @@ impl MemoryStore {
             .collect();
         let layout = BlockLayout { block_tokens, blocks, order: BlockOrder::HeadsTokens, regions };
         let bytes = layers * u64::from(blocks) * block_bytes;
-        let memory = Memory::allocate(usize::try_from(bytes).unwrap_or(usize::MAX))?;
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let memory = allocate(bytes, shared)?;
         Ok(Self { memory, layout, heads, head_size, scratch: Vec::new() })
     }
 
@@ -90,6 +113,16 @@ impl KvStore for MemoryStore {
             *number = f32::from_le_bytes([four[0], four[1], four[2], four[3]]);
         }
     }
+}
+
+#[cfg(target_os = "linux")]
+fn allocate(bytes: usize, shared: bool) -> Result<Memory, MemoryError> {
+    if shared { Memory::allocate_shared(bytes, Pages::Normal) } else { Memory::allocate(bytes) }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn allocate(bytes: usize, _shared: bool) -> Result<Memory, MemoryError> {
+    Memory::allocate(bytes)
 }
 
 #[cfg(test)]

@@ -112,7 +112,10 @@ fn serve(
     let weights = load_weights(&start.model)?;
     let config = weights.config().clone();
     let shard = Shard::new(&config, &weights, start.rank as usize, start.ranks as usize)?;
-    let store = MemoryStore::new(&config, shard.local_groups(), start.block_tokens, start.blocks)?;
+    // What can be mapped by a peer on this host costs nothing where no peer maps it.
+    let shared = start.connector.as_ref().is_some_and(|(settings, _)| settings.transport != "tcp");
+    let make = if shared { MemoryStore::new_shared } else { MemoryStore::new };
+    let store = make(&config, shard.local_groups(), start.block_tokens, start.blocks)?;
     let connector = match &start.connector {
         None => None,
         Some((settings, identity)) => {

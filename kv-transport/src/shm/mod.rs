@@ -25,7 +25,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::net::UnixListener;
 
-use self::address::{Whereabouts, this_host};
+use self::address::Whereabouts;
 use self::grants::Grants;
 use self::peers::Peers;
 use self::registry::Registry;
@@ -243,14 +243,6 @@ impl Transport for ShmTransport {
 impl fmt::Debug for ShmTransport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ShmTransport").finish_non_exhaustive()
-    }
-}
-
-/// Whether an address is that of a `shm` transport on this host.
-pub(crate) fn is_here(address: &Address) -> bool {
-    match (Whereabouts::decode(address), this_host()) {
-        (Ok(place), Ok(host)) => place.host == host,
-        _ => false,
     }
 }
 

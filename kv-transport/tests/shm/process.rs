@@ -51,9 +51,19 @@ impl Other {
         panic!("the other process ended");
     }
 
-    fn signal(&self, name: &str) {
+    /// Stops it, and waits until it has stopped: the signal alone is no fact yet.
+    fn stop(&self) {
         let pid = self.child.id().to_string();
-        assert!(Command::new("kill").args([name, &pid]).status().unwrap().success());
+        assert!(Command::new("kill").args(["-STOP", &pid]).status().unwrap().success());
+        let end = Instant::now() + LIMIT;
+        loop {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+            if stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T')) {
+                return;
+            }
+            assert!(Instant::now() < end, "it does not stop: {stat}");
+            std::thread::yield_now();
+        }
     }
 }
 
@@ -129,7 +139,7 @@ async fn a_stopped_process_can_be_read_and_is_silent_in_the_end() {
         client.read(request(op as u64, peer, key, region, vec![range(0, 0, 64)])).unwrap();
         assert_eq!(completion(&client, op as u64).await.result, Ok(()));
     }
-    other.signal("-STOP");
+    other.stop();
     for (op, key) in keys.iter().enumerate() {
         client.read(request(10 + op as u64, peer, key, region, vec![range(0, 0, 1 << 20)])).unwrap();
         assert_eq!(completion(&client, 10 + op as u64).await.result, Ok(()));
@@ -141,7 +151,7 @@ async fn a_stopped_process_can_be_read_and_is_silent_in_the_end() {
 async fn t8_a_peer_that_stopped_before_it_was_asked_costs_a_limit_and_no_more() {
     let (other, client, peer, keys) = elsewhere(ShmConfig::default()).await;
     let (_, region) = destination(&client);
-    other.signal("-STOP");
+    other.stop();
     let mut read = request(1, peer, &keys[0], region, vec![range(0, 0, BYTES as u64)]);
     read.limits.stall = Duration::from_millis(200);
     let start = Instant::now();
