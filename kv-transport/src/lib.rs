@@ -1,8 +1,11 @@
 #![doc = include_str!("../README.md")]
 
+mod check;
 pub mod contract;
 pub mod error;
 pub mod memory;
+#[doc = include_str!("rules.md")]
+pub mod rules {}
 pub mod tcp;
 
 pub use contract::{
