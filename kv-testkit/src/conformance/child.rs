@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kv_transport::{Address, Event, RegionKey};
 
@@ -13,6 +14,8 @@ use super::harness::{HarnessError, REMOTE_BYTES, Remote, Unavailable, remote_con
 const ROLE: &str = "KV_CONFORMANCE_ROLE";
 /// Stands before what the peer says, since others may print too.
 const MARK: &str = "@@ ";
+/// How long a process may take to obey a signal.
+const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 /// A [`Remote`] made of this program, started again: it can be stopped and killed for good. Unix only.
 #[derive(Debug)]
@@ -55,6 +58,18 @@ impl ChildPeer {
     }
 }
 
+impl ChildPeer {
+    /// Whether every thread of it stands still, as far as the system tells.
+    fn has_stopped(&self) -> bool {
+        let Ok(threads) = std::fs::read_dir(format!("/proc/{}/task", self.child.id())) else { return true };
+        threads.flatten().all(|thread| {
+            // `number (name) state …`; a thread that is gone stands still too.
+            let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 't', 'Z', 'X']))
+        })
+    }
+}
+
 impl Remote for ChildPeer {
     fn address(&self) -> Address {
         self.address.clone()
@@ -65,7 +80,16 @@ impl Remote for ChildPeer {
     }
 
     fn stop(&mut self) -> Result<(), Unavailable> {
-        self.signal("STOP")
+        self.signal("STOP")?;
+        // The signal is only on its way yet, and each thread obeys in its own time.
+        let start = Instant::now();
+        while !self.has_stopped() {
+            if start.elapsed() > STOP_LIMIT {
+                return Err(format!("the peer did not stop within {STOP_LIMIT:?}").into());
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
     }
 
     fn resume(&mut self) -> Result<(), Unavailable> {

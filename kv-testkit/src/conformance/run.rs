@@ -90,10 +90,14 @@ pub fn report(harness: &'static dyn Harness, rules: &[Rule], threads: usize) -> 
     done.into_iter().map(|(_, report)| report).collect()
 }
 
-/// Tries one case, on a thread of its own that is left behind if it hangs.
+/// Tries one case, for as long as a case may take.
 fn judge(case: &Case, harness: &'static dyn Harness) -> Verdict {
     let repeats = repeats();
-    let limit = LIMIT + LIMIT_PER_REPEAT * repeats;
+    judge_within(case, harness, repeats, LIMIT + LIMIT_PER_REPEAT * repeats)
+}
+
+/// Tries one case, on a thread of its own that is left behind if it hangs.
+fn judge_within(case: &Case, harness: &'static dyn Harness, repeats: u32, limit: Duration) -> Verdict {
     let (_one, _many) = if case.alone {
         (Some(ALONE.write().unwrap_or_else(PoisonError::into_inner)), None)
     } else {
@@ -134,4 +138,96 @@ fn judge(case: &Case, harness: &'static dyn Harness) -> Verdict {
 fn repeats() -> u32 {
     let asked = std::env::var("KV_CONFORMANCE_REPEATS").ok().and_then(|text| text.parse().ok());
     asked.unwrap_or(REPEATS).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use kv_transport::Transport;
+
+    use super::*;
+    use crate::conformance::HarnessError;
+    use crate::conformance::bench::range;
+    use crate::conformance::case::{Outcome, broken};
+
+    /// Nothing can be made of it.
+    struct Nothing(Option<&'static str>);
+
+    impl Harness for Nothing {
+        fn name(&self) -> &'static str {
+            "nothing"
+        }
+
+        fn endpoint(&self) -> Result<Arc<dyn Transport>, HarnessError> {
+            Err("no endpoint".into())
+        }
+
+        fn missing(&self) -> Option<String> {
+            self.0.map(str::to_owned)
+        }
+    }
+
+    fn judged(rule: Rule, run: fn(&Bench) -> Outcome) -> Verdict {
+        let case = Case { rule, name: "case", alone: false, run };
+        judge_within(&case, &Nothing(None), 1, Duration::from_millis(300))
+    }
+
+    #[test]
+    fn what_hangs_or_panics_fails_alone() {
+        let hung = judged(Rule::T3, |_| {
+            loop {
+                std::thread::park();
+            }
+        });
+        assert_eq!(hung, Verdict::Hung { limit: Duration::from_millis(300) });
+        let panicked = judged(Rule::T3, |_| {
+            let none: Vec<u8> = vec![];
+            assert_eq!(range(0, 0, 1).len, u64::from(none[0]));
+            Ok(())
+        });
+        assert!(
+            matches!(panicked, Verdict::Broken { ref what } if what.contains("panicked")),
+            "{panicked:?}"
+        );
+        assert_eq!(judged(Rule::T3, |_| Ok(())), Verdict::Kept);
+    }
+
+    #[test]
+    fn a_broken_rule_is_charged_to_itself() {
+        let verdict = judged(Rule::T3, |_| Err(broken!(T3, "seen")));
+        assert_eq!(verdict, Verdict::Broken { what: "seen".into() });
+        let verdict = judged(Rule::T3, |_| Err(broken!(T7, "seen")));
+        assert_eq!(verdict, Verdict::NotJudged { rule: Rule::T7, what: "seen".into() });
+        let verdict = judged(Rule::T3, |_| Err(End::Cannot("why".into())));
+        assert_eq!(verdict, Verdict::Skipped { reason: "why".into() });
+    }
+
+    #[test]
+    fn a_transport_that_is_missing_is_skipped_and_one_that_fails_is_not() {
+        let skipped = Verdict::Skipped { reason: "no library".into() };
+        let reports = report(&Nothing(Some("no library")), &Rule::ALL, 2);
+        assert!(reports.len() > 90 && reports.iter().all(|report| report.verdict == skipped));
+        let reports = report(&Nothing(None), &[Rule::T2, Rule::T11], 2);
+        let skipped =
+            reports.iter().filter(|report| matches!(report.verdict, Verdict::Skipped { .. })).count();
+        let failed =
+            reports.iter().filter(|report| matches!(report.verdict, Verdict::NotJudged { .. })).count();
+        // Those that want a peer to stop or to kill ask for that first.
+        assert_eq!((skipped, failed), (3, reports.len() - 3), "{reports:#?}");
+    }
+
+    #[test]
+    fn every_case_is_named_after_its_rule_and_every_rule_has_cases() {
+        let all = crate::conformance::all();
+        for case in &all {
+            let prefix = format!("{}_", case.rule.to_string().replace('-', "").to_lowercase());
+            assert!(case.name.starts_with(&prefix), "{}", case.name);
+        }
+        for rule in Rule::ALL {
+            assert!(all.iter().filter(|case| case.rule == rule).count() >= 6, "{rule}");
+        }
+        let names: std::collections::BTreeSet<_> = all.iter().map(|case| case.name).collect();
+        assert_eq!(names.len(), all.len());
+    }
 }

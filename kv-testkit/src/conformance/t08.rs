@@ -22,7 +22,7 @@ cases!(T8:
 /// How long a limit may be exceeded on a busy machine.
 const SLACK: Duration = Duration::from_secs(2);
 /// No call that does not wait takes this long, even on a busy machine.
-const PROMPT: Duration = Duration::from_millis(500);
+const PROMPT: Duration = Duration::from_secs(1);
 
 fn held_read_ends(bench: &Bench, limits: ReadLimits, limit: Duration, error: &ReadError) -> Outcome {
     let mut away = bench.away_two_sided()?;

@@ -75,7 +75,7 @@ fn describe(reports: &[CaseReport]) -> String {
 fn is_caught_by_its_own_group_alone(rule: Rule) -> Result<(), Failed> {
     let harness: &'static Broken = Box::leak(Box::new(Broken(Some(rule))));
     // Most of the time nothing is waited for but limits.
-    let reports = conformance::report(harness, &Rule::ALL, 4);
+    let reports = conformance::report(harness, &Rule::ALL, 8);
     let groups = caught(&reports);
     if groups != BTreeSet::from([rule]) {
         let groups: Vec<_> = groups.iter().map(Rule::to_string).collect();
@@ -90,7 +90,7 @@ fn is_caught_by_its_own_group_alone(rule: Rule) -> Result<(), Failed> {
 }
 
 fn what_breaks_nothing_is_not_caught() -> Result<(), Failed> {
-    let reports = conformance::report(&Broken(None), &Rule::ALL, 4);
+    let reports = conformance::report(&Broken(None), &Rule::ALL, 8);
     let fine = |verdict: &Verdict| matches!(verdict, Verdict::Kept | Verdict::Skipped { .. });
     if reports.iter().all(|report| fine(&report.verdict)) { Ok(()) } else { Err(describe(&reports).into()) }
 }
