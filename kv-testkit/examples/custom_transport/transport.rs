@@ -10,12 +10,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use kv_transport::{
     Address, Capabilities, Event, LossReason, MESSAGE_MAX_BYTES, Memory, OpId, PeerId, RangeSet, ReadError,
-    ReadOutcome, ReadRequest, RegionId, RegionKey, Transport, TransportError,
+    ReadOutcome, ReadPart, ReadRange, ReadRequest, RegionId, RegionKey, Transport, TransportError,
 };
 use tokio::sync::Notify;
 
 const NAME: &str = "inproc";
-const CLOSED: TransportError = TransportError::Closed { transport: NAME };
 /// Bytes of messages that may wait for their receiver.
 const INBOX_BYTES: usize = 64 << 20;
 
@@ -23,7 +22,7 @@ static TABLE: LazyLock<Mutex<Table>> = LazyLock::new(Mutex::default);
 
 /// All endpoints that live, and the last number given to anything: ids are never used again.
 #[derive(Default)]
-struct Table(HashMap<u128, Endpoint>, u64);
+struct Table(HashMap<u64, Endpoint>, u64);
 
 #[derive(Default)]
 struct Endpoint {
@@ -32,28 +31,26 @@ struct Endpoint {
     events: VecDeque<Event>,
     inbox_bytes: usize,
     /// Each with its endpoint, and our id there.
-    peers: HashMap<PeerId, (u128, PeerId)>,
-    regions: HashMap<RegionId, (Memory, u128)>,
+    peers: HashMap<PeerId, (u64, PeerId)>,
+    regions: HashMap<RegionId, (Memory, u64)>,
 }
 
 /// An endpoint.
 #[derive(Debug)]
-pub struct Inproc(u128, Arc<Notify>);
+pub(crate) struct Inproc(u64, Arc<Notify>);
 
 fn table() -> MutexGuard<'static, Table> {
     TABLE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Nobody can guess an address or a key, and none of a former life is good again (T-9, T-10).
-fn random() -> Result<u128, TransportError> {
-    let mut bytes = [0; 16];
-    let none = |_| TransportError::Unsupported { transport: NAME, what: "a system without random numbers" };
-    getrandom::fill(&mut bytes).map_err(none)?;
-    Ok(u128::from_le_bytes(bytes))
+fn random() -> Result<u64, TransportError> {
+    getrandom::u64()
+        .map_err(|_| TransportError::Unsupported { transport: NAME, what: "without random numbers" })
 }
 
-fn unpack(bytes: &[u8], tag: u8) -> Option<u128> {
-    Some(u128::from_le_bytes(bytes.strip_prefix(&[tag])?.try_into().ok()?))
+fn unpack(bytes: &[u8], tag: u8) -> Option<u64> {
+    Some(u64::from_le_bytes(bytes.strip_prefix(&[tag])?.try_into().ok()?))
 }
 
 impl Endpoint {
@@ -63,9 +60,9 @@ impl Endpoint {
     }
 
     /// T-1: everything that a read can be refused for, before anything is changed.
-    fn check(&self, request: &ReadRequest) -> Result<u128, TransportError> {
-        let peer = request.peer;
-        let (far, _) = self.peers.get(&peer).ok_or(TransportError::UnknownPeer { peer })?;
+    fn check(&self, request: &ReadRequest) -> Result<u64, TransportError> {
+        let (far, _) =
+            self.peers.get(&request.peer).ok_or(TransportError::UnknownPeer { peer: request.peer })?;
         request.check(|region| Some(self.regions.get(&region)?.0.clone()))?;
         for part in &request.parts {
             unpack(part.key.as_bytes(), b'k').ok_or(TransportError::BadKey { transport: NAME })?;
@@ -80,54 +77,38 @@ impl Table {
         self.1
     }
 
-    fn open(&mut self, id: u128) -> Result<&mut Endpoint, TransportError> {
-        self.0.get_mut(&id).filter(|endpoint| !endpoint.closed).ok_or(CLOSED)
+    fn open(&mut self, id: u64) -> Result<&mut Endpoint, TransportError> {
+        let closed = TransportError::Closed { transport: NAME };
+        self.0.get_mut(&id).filter(|endpoint| !endpoint.closed).ok_or(closed)
     }
 
     /// T-6: the loss is told on both sides, and the ids are void with it. No read is ever in flight here.
-    fn part(&mut self, id: u128, peer: PeerId, reason: LossReason) {
-        let Some((far, back)) = self.0.get_mut(&id).and_then(|endpoint| endpoint.peers.remove(&peer)) else {
-            return;
-        };
-        self.0
-            .get_mut(&id)
-            .into_iter()
-            .for_each(|near| near.tell(Event::PeerLost { peer, reason: reason.clone() }));
-        if let Some(endpoint) = self.0.get_mut(&far).filter(|endpoint| endpoint.peers.remove(&back).is_some())
-        {
-            endpoint.tell(Event::PeerLost { peer: back, reason: LossReason::ClosedByPeer });
+    fn part(&mut self, id: u64, peer: PeerId, reason: LossReason) {
+        let Some(near) = self.0.get_mut(&id) else { return };
+        let Some((far, back)) = near.peers.remove(&peer) else { return };
+        near.tell(Event::PeerLost { peer, reason });
+        let Some(there) = self.0.get_mut(&far) else { return };
+        if there.peers.remove(&back).is_some() {
+            there.tell(Event::PeerLost { peer: back, reason: LossReason::ClosedByPeer });
         }
     }
 
-    fn copy(&self, near: &Endpoint, far: u128, request: &ReadRequest) -> ReadOutcome {
-        let (mut arrived, mut index) = (RangeSet::none(request.range_count()), 0);
-        for part in &request.parts {
-            let nonce = unpack(part.key.as_bytes(), b'k');
-            let source =
-                self.0.get(&far).and_then(|far| far.regions.values().find(|(_, of)| Some(*of) == nonce));
-            let (Some((source, _)), Some((place, _))) = (source, near.regions.get(&part.region)) else {
-                return ReadOutcome { result: Err(ReadError::UnknownKey), arrived };
-            };
-            for range in &part.ranges {
-                if !source.contains(range.remote_offset, range.len) {
-                    return ReadOutcome { result: Err(ReadError::RemoteRange), arrived };
-                }
-                let mut bytes = vec![0; range.len as usize];
-                let read = source.read(range.remote_offset, &mut bytes);
-                if read.and_then(|()| place.write(range.local_offset, &bytes)).is_err() {
-                    return ReadOutcome { result: Err(ReadError::Fabric { code: 0 }), arrived };
-                }
-                arrived.insert(index);
-                index += 1;
-            }
-        }
-        ReadOutcome { result: Ok(()), arrived }
+    /// One range. Memory checks its own bounds, on the peer's side too.
+    fn copy(&self, near: u64, far: u64, part: &ReadPart, range: &ReadRange) -> Result<(), ReadError> {
+        let nonce = unpack(part.key.as_bytes(), b'k');
+        let source = self.0.get(&far).and_then(|far| far.regions.values().find(|(_, of)| Some(*of) == nonce));
+        let (source, _) = source.ok_or(ReadError::UnknownKey)?;
+        let place = self.0.get(&near).and_then(|near| near.regions.get(&part.region));
+        let (place, _) = place.ok_or(ReadError::Closed)?;
+        let mut bytes = vec![0; range.len as usize];
+        source.read(range.remote_offset, &mut bytes).map_err(|_| ReadError::RemoteRange)?;
+        place.write(range.local_offset, &bytes).map_err(|_| ReadError::Closed)
     }
 
-    fn close(&mut self, id: u128) {
-        let peers: Vec<PeerId> =
-            self.0.get(&id).into_iter().flat_map(|endpoint| endpoint.peers.keys().copied()).collect();
-        peers.into_iter().for_each(|peer| self.part(id, peer, LossReason::Closed));
+    fn close(&mut self, id: u64) {
+        while let Some(peer) = self.0.get(&id).and_then(|endpoint| endpoint.peers.keys().next().copied()) {
+            self.part(id, peer, LossReason::Closed);
+        }
         if let Some(endpoint) = self.0.get_mut(&id) {
             endpoint.closed = true;
             endpoint.regions.clear();
@@ -138,11 +119,10 @@ impl Table {
 
 impl Inproc {
     /// A new endpoint, which others can connect to at once.
-    pub fn new() -> Result<Self, TransportError> {
-        let (id, endpoint) = (random()?, Endpoint::default());
-        let news = Arc::clone(&endpoint.news);
-        table().0.insert(id, endpoint);
-        Ok(Self(id, news))
+    pub(crate) fn new() -> Result<Self, TransportError> {
+        let new = Self(random()?, Arc::default());
+        table().0.insert(new.0, Endpoint { news: Arc::clone(&new.1), ..Endpoint::default() });
+        Ok(new)
     }
 }
 
@@ -193,14 +173,13 @@ impl Transport for Inproc {
         let mut table = table();
         let (peer, back) = (PeerId(table.number()), PeerId(table.number()));
         table.open(self.0)?.peers.insert(peer, (far, back));
-        if let Ok(there) = table.open(far) {
-            there.peers.insert(back, (self.0, peer));
-            there.tell(Event::Accepted { peer: back });
-            table.open(self.0)?.tell(Event::Connected { peer });
-        } else {
-            let kind = std::io::ErrorKind::NotFound;
-            table.part(self.0, peer, LossReason::Unreachable { kind, code: None });
-        }
+        let Ok(there) = table.open(far) else {
+            table.part(self.0, peer, LossReason::Stranger("nobody lives there"));
+            return Ok(peer);
+        };
+        there.peers.insert(back, (self.0, peer));
+        there.tell(Event::Accepted { peer: back });
+        table.open(self.0)?.tell(Event::Connected { peer });
         Ok(peer)
     }
 
@@ -214,8 +193,13 @@ impl Transport for Inproc {
     fn read(&self, request: ReadRequest) -> Result<(), TransportError> {
         let mut table = table();
         let far = table.open(self.0)?.check(&request)?;
-        let near = table.0.get(&self.0).ok_or(CLOSED)?;
-        let outcome = table.copy(near, far, &request);
+        let (mut arrived, mut result) = (RangeSet::none(request.range_count()), Ok(()));
+        let ranges = request.parts.iter().flat_map(|part| part.ranges.iter().map(move |range| (part, range)));
+        for (index, (part, range)) in ranges.enumerate() {
+            result = result.and_then(|()| table.copy(self.0, far, part, range));
+            result.iter().for_each(|()| arrived.insert(index));
+        }
+        let outcome = ReadOutcome { result, arrived };
         table.open(self.0)?.tell(Event::ReadCompleted { op: request.op, outcome });
         Ok(())
     }
@@ -227,9 +211,9 @@ impl Transport for Inproc {
             return Err(TransportError::MessageTooLong { bytes: message.len(), limit: MESSAGE_MAX_BYTES });
         }
         let mut table = table();
-        let far = table.open(self.0)?.peers.get(&peer).copied();
-        let (far, back) = far.ok_or(TransportError::UnknownPeer { peer })?;
-        let there = table.open(far).map_err(|_| TransportError::UnknownPeer { peer })?;
+        let unknown = TransportError::UnknownPeer { peer };
+        let (far, back) = *table.open(self.0)?.peers.get(&peer).ok_or(unknown.clone())?;
+        let there = table.open(far).map_err(|_| unknown)?;
         if there.inbox_bytes + message.len() > INBOX_BYTES {
             return Err(TransportError::SendQueueFull { peer, queued: there.events.len() });
         }
