@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod conformance;
 pub mod engine;
 pub mod explore;
 pub mod faults;

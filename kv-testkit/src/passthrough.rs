@@ -56,6 +56,11 @@ pub trait Interpose: Send + Sync + Debug {
     /// The two ends.
     fn through(&self) -> &Through;
 
+    /// As [`Transport::capabilities`].
+    fn capabilities(&self) -> Capabilities {
+        self.through().inner().capabilities()
+    }
+
     /// As [`Transport::register`].
     fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
         self.through().inner().register(memory)
@@ -128,7 +133,7 @@ impl<I: Interpose> Transport for Passthrough<I> {
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.0.through().inner().capabilities()
+        self.0.capabilities()
     }
 
     fn address(&self) -> Address {

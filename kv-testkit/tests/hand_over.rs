@@ -3,6 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test fails by panicking.
 
 mod common;
+#[path = "../examples/custom_transport/transport.rs"]
+mod transport;
+
+use std::sync::Arc;
 
 use common::gate::Mode;
 use common::pair::Pair;
@@ -34,6 +38,18 @@ fn a_handed_over_prompt_is_answered_as_if_computed_here() {
         assert_eq!((p.producer.granted, p.producer.confirmed, p.producer.expired), (7, 7, 0));
         assert_eq!((d.consumer.loads, d.consumer.loaded), (7, 7));
     }
+}
+
+#[test]
+fn a_transport_of_ones_own_hands_over_as_well() {
+    let mut pair = Pair::over(|| Arc::new(transport::Inproc::new().unwrap()));
+    let prompt = prompt(3, 70);
+    let params = pair.prefill("r", &prompt);
+    let number = pair.d.arrive(ask_with("r", &prompt, 8, params));
+    pair.until("an answer", |pair| pair.d.finished(number).is_some());
+    assert_eq!(pair.d.tokens(number), reference(&tiny(), &prompt, 8));
+    assert_eq!(pair.d.finished(number).unwrap().0.external_tokens, 70);
+    pair.settle();
 }
 
 // H-11

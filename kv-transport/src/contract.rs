@@ -291,7 +291,8 @@ impl Capabilities {
 ///
 /// # The rules
 ///
-/// Each has a number that code and tests cite.
+/// Each has a number that code and tests cite. [`crate::rules`] writes out what each demands of both sides;
+/// `kv_testkit::conformance` tries them.
 ///
 /// * **T-1** An accepted operation completes exactly once; a refused one (an `Err` returned) changes nothing.
 /// * **T-2** A successful read put exactly the source's bytes into exactly the destination ranges.

@@ -1,9 +1,12 @@
 #![doc = include_str!("../README.md")]
 
 pub mod auto;
+mod check;
 pub mod contract;
 pub mod error;
 pub mod memory;
+#[doc = include_str!("rules.md")]
+pub mod rules {}
 #[cfg(target_os = "linux")]
 pub mod shm;
 mod stream;

@@ -8,6 +8,7 @@ use kv_connector::{Config, EngineIdentity, Rank, SchedulerConnector, WorkerConne
 use kv_testkit::engine::core::{Core, CoreSettings};
 use kv_testkit::engine::model::Shard;
 use kv_testkit::engine::store::MemoryStore;
+use kv_transport::Transport;
 use serde_json::{Value, json};
 
 use super::gate::{Bar, Gate, Mode};
@@ -15,6 +16,17 @@ use super::{LIMIT, Rig, ask_with, news, settings, tiny};
 
 /// An engine with a connector, its transport behind a gate.
 pub(crate) fn engine(name: &str, settings: CoreSettings, config: &Config, mode: Mode) -> (Rig, Arc<Gate>) {
+    let gate = Bar::before(open_transport(config).unwrap(), mode);
+    (engine_over(name, settings, config, gate.clone()), gate)
+}
+
+/// An engine with a connector over a transport.
+pub(crate) fn engine_over(
+    name: &str,
+    settings: CoreSettings,
+    config: &Config,
+    transport: Arc<dyn Transport>,
+) -> Rig {
     let weights = tiny();
     let shard = Shard::new(weights.config(), &weights, 0, 1).unwrap();
     let store =
@@ -33,11 +45,10 @@ pub(crate) fn engine(name: &str, settings: CoreSettings, config: &Config, mode: 
             let _ = told.send(());
         }),
     };
-    let gate = Bar::before(open_transport(&config).unwrap(), mode);
-    let worker = WorkerConnector::start_over(&config, &identity, setup, gate.clone()).unwrap();
+    let worker = WorkerConnector::start_over(&config, &identity, setup, transport).unwrap();
     let scheduler = SchedulerConnector::start(&config, &identity, &[worker.card().unwrap()]).unwrap();
     let core = Core::new(settings.clone(), Some(scheduler));
-    (Rig::assemble(core, settings, shard, store, Some(worker), heard), gate)
+    Rig::assemble(core, settings, shard, store, Some(worker), heard)
 }
 
 /// P and D.
@@ -48,6 +59,16 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
+    /// Both over transports of the caller's own, behind gates that stand open.
+    pub(crate) fn over(transport: impl Fn() -> Arc<dyn Transport>) -> Self {
+        let config = Config::default();
+        let gates = [(); 2].map(|()| Bar::before(transport(), Mode::Open));
+        let [p, d] =
+            [("p", 0), ("d", 1)].map(|(name, at)| engine_over(name, settings(), &config, gates[at].clone()));
+        let [_, gate] = gates;
+        Self { p, d, gate }
+    }
+
     /// Both with room for everything.
     pub(crate) fn new(mode: Mode) -> Self {
         Self::with(settings(), mode)

@@ -103,6 +103,7 @@ pub struct ShmTransport {
     core: Core,
     address: Address,
     host: [u8; 16],
+    one_sided: bool,
     grants: Arc<Grants>,
     peers: Arc<Peers>,
     copier: Mutex<Option<JoinHandle<()>>>,
@@ -112,6 +113,8 @@ impl ShmTransport {
     /// Listens, and starts the threads. From now on peers can connect.
     pub fn bind(config: ShmConfig) -> Result<Self, TransportError> {
         let limits = config.limits()?;
+        // What is not shared has to be read out of the process.
+        let one_sided = config.read_process;
         let place = Whereabouts::draw()?;
         let mut probe = [0; 16];
         getrandom::fill(&mut probe).map_err(|error| no_randomness(&error))?;
@@ -139,7 +142,15 @@ impl ShmTransport {
             .spawn(move || copying.run())
             .map_err(|error| system("start", "thread kv-shm-copy", &error))?;
         let address = place.encode()?;
-        Ok(Self { core, address, host: place.host, grants, peers, copier: Mutex::new(Some(copier)) })
+        Ok(Self {
+            core,
+            address,
+            host: place.host,
+            one_sided,
+            grants,
+            peers,
+            copier: Mutex::new(Some(copier)),
+        })
     }
 
     fn end(&self) {
@@ -167,7 +178,11 @@ impl Transport for ShmTransport {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { message_max_bytes: MESSAGE_MAX_BYTES, one_sided: true, ..Capabilities::basic() }
+        Capabilities {
+            message_max_bytes: MESSAGE_MAX_BYTES,
+            one_sided: self.one_sided,
+            ..Capabilities::basic()
+        }
     }
 
     fn address(&self) -> Address {

@@ -1,11 +1,9 @@
 //! The rules of the contract among well-behaved transports.
 
-use std::sync::{Arc, Mutex};
-
 use kv_transport::tcp::{TcpConfig, TcpTransport};
 use kv_transport::{
-    Event, LossReason, MESSAGE_MAX_BYTES, Memory, OpId, ReadError, ReadLimits, ReadPart, ReadRequest,
-    Transport, TransportError,
+    Event, LossReason, MESSAGE_MAX_BYTES, Memory, OpId, ReadError, ReadPart, ReadRequest, Transport,
+    TransportError,
 };
 
 use crate::support::*;
@@ -292,40 +290,6 @@ async fn t7_a_cancelled_read_still_completes_and_the_connection_goes_on() {
 }
 
 #[tokio::test]
-async fn t9_key_of_deregistered_region() {
-    let (server, other, client) = (transport(), transport(), transport());
-    let (peer, _) = link(&client, &server).await;
-    let (source, key) = offer(&server, &pattern(4096, 1));
-    // The other transport's region of the same number: only the nonce tells them apart.
-    let foreign = loop {
-        let (region, key) = offer(&other, &pattern(4096, 2));
-        if region == source {
-            break key;
-        }
-        assert!(region < source);
-    };
-    let destination = Memory::allocate(4096).unwrap();
-    let region = client.register(destination.clone()).unwrap();
-    client.read(request(1, peer, &key, region, vec![range(0, 0, 10)])).unwrap();
-    assert_eq!(completion(&client, 1).await.result, Ok(()));
-    let before = contents(&destination);
-    client.read(request(4, peer, &foreign, region, vec![range(0, 0, 10)])).unwrap();
-    assert_eq!(completion(&client, 4).await.result, Err(ReadError::UnknownKey));
-
-    server.deregister(source).unwrap();
-    let renewed = offer(&server, &pattern(4096, 3)).1;
-    assert_ne!(key, renewed);
-    for (op, key) in [(2, &key), (3, &any_key())] {
-        client.read(request(op, peer, key, region, vec![range(0, 0, 10)])).unwrap();
-        let outcome = completion(&client, op).await;
-        assert_eq!((outcome.result, outcome.arrived.count()), (Err(ReadError::UnknownKey), 0));
-    }
-    assert_eq!(contents(&destination), before);
-    client.read(request(5, peer, &renewed, region, vec![range(0, 0, 10)])).unwrap();
-    assert_eq!(completion(&client, 5).await.result, Ok(()));
-}
-
-#[tokio::test]
 async fn t9_address_of_a_former_life() {
     let server = transport();
     let (address, port) = (server.address(), server.local_addr());
@@ -337,23 +301,6 @@ async fn t9_address_of_a_former_life() {
     assert!(matches!(reason, LossReason::Stranger(text) if text.contains("another life")), "{reason}");
     // The new life is reached by its own address, and has heard nothing of the visitor before.
     link(&client, &reborn).await;
-}
-
-#[tokio::test]
-async fn remote_ranges_beyond_the_region_are_refused_by_the_peer() {
-    let (server, client) = (transport(), transport());
-    let (peer, _) = link(&client, &server).await;
-    let (_, key) = offer(&server, &pattern(4096, 1));
-    let destination = Memory::allocate(1 << 20).unwrap();
-    let region = client.register(destination.clone()).unwrap();
-    for (op, (offset, len)) in
-        [(4096, 1), (4095, 2), (u64::MAX, 1), (u64::MAX - 5, 50), (0, 1 << 20)].into_iter().enumerate()
-    {
-        client.read(request(op as u64, peer, &key, region, vec![range(offset, 0, len)])).unwrap();
-        let outcome = completion(&client, op as u64).await;
-        assert_eq!((outcome.result, outcome.arrived.count()), (Err(ReadError::RemoteRange), 0));
-    }
-    assert_eq!(contents(&destination), vec![0; 1 << 20]);
 }
 
 #[tokio::test]
@@ -376,41 +323,6 @@ async fn t11_shutdown_ends_everything() {
 }
 
 #[tokio::test]
-async fn t8_calls_from_many_threads() {
-    let (server, client) = (transport(), Arc::new(transport()));
-    let (peer, _) = link(&client, &server).await;
-    let source = pattern(64 * 4096, 9);
-    let (_, key) = offer(&server, &source);
-    let destination = Memory::allocate(64 * 4096).unwrap();
-    let region = client.register(destination.clone()).unwrap();
-    let failures = Mutex::new(vec![]);
-    std::thread::scope(|scope| {
-        for thread in 0..8u64 {
-            let (client, key, failures) = (&client, &key, &failures);
-            scope.spawn(move || {
-                for op in thread * 8..thread * 8 + 8 {
-                    let ranges = vec![range(op * 4096, op * 4096, 4096)];
-                    if let Err(error) = client.read(request(op, peer, key, region, ranges)) {
-                        failures.lock().unwrap().push(error);
-                    }
-                }
-            });
-        }
-    });
-    assert_eq!(*failures.lock().unwrap(), []);
-    let mut ops = vec![];
-    for _ in 0..64 {
-        match event(&client).await {
-            Event::ReadCompleted { op, outcome } if outcome.result.is_ok() => ops.push(op.0),
-            other => panic!("{other:?}"),
-        }
-    }
-    ops.sort_unstable();
-    assert_eq!(ops, (0..64).collect::<Vec<_>>());
-    assert!(contents(&destination) == source, "the bytes differ");
-}
-
-#[tokio::test]
 async fn t12_what_is_claimed_works_and_the_rest_is_refused() {
     let a = transport();
     let capabilities = a.capabilities();
@@ -424,18 +336,4 @@ async fn t12_what_is_claimed_works_and_the_rest_is_refused() {
     let too_long = TransportError::MessageTooLong { bytes: MESSAGE_MAX_BYTES + 1, limit: MESSAGE_MAX_BYTES };
     assert_eq!(a.send(peer, vec![1; MESSAGE_MAX_BYTES + 1]), Err(too_long));
     assert!(matches!(event(&a).await, Event::Message { bytes, .. } if bytes.len() == MESSAGE_MAX_BYTES));
-}
-
-#[tokio::test]
-async fn t8_limits_beyond_the_calendar_are_taken() {
-    let (server, client) = (transport(), transport());
-    let forever = std::time::Duration::MAX;
-    let peer = client.connect(&server.address(), forever).unwrap();
-    assert_eq!(event(&client).await, Event::Connected { peer });
-    let (_, key) = offer(&server, &pattern(4096, 1));
-    let region = client.register(Memory::allocate(4096).unwrap()).unwrap();
-    let mut request = request(1, peer, &key, region, vec![range(0, 0, 4096)]);
-    request.limits = ReadLimits { total: forever, stall: forever };
-    client.read(request).unwrap();
-    assert_eq!(completion(&client, 1).await.result, Ok(()));
 }
