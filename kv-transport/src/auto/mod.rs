@@ -119,7 +119,12 @@ impl AutoTransport {
         }
     }
 
+    fn open(&self) -> Result<(), TransportError> {
+        if self.lock().closed { Err(TransportError::Closed { transport: NAME }) } else { Ok(()) }
+    }
+
     fn route(&self, peer: PeerId) -> Result<(usize, PeerId), TransportError> {
+        self.open()?;
         match self.lock().peers.get(&peer) {
             Some(Route::Standing { member, theirs, leaving: false, .. }) => Ok((*member, *theirs)),
             _ => Err(TransportError::UnknownPeer { peer }),
@@ -149,6 +154,7 @@ impl Transport for AutoTransport {
     }
 
     fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
+        self.open()?;
         let mut theirs = vec![];
         for member in &self.members {
             match member.register(memory.clone()) {
@@ -166,6 +172,7 @@ impl Transport for AutoTransport {
     }
 
     fn key(&self, region: RegionId) -> Result<RegionKey, TransportError> {
+        self.open()?;
         let theirs = self.lock().region(region)?;
         let mut keys = List::new();
         for (member, region) in self.members.iter().zip(theirs) {
@@ -176,6 +183,7 @@ impl Transport for AutoTransport {
     }
 
     fn deregister(&self, region: RegionId) -> Result<(), TransportError> {
+        self.open()?;
         let theirs = self.lock().deregistered(region)?;
         let mut result = Ok(());
         for (member, region) in self.members.iter().zip(theirs) {
@@ -212,6 +220,7 @@ impl Transport for AutoTransport {
     }
 
     fn disconnect(&self, peer: PeerId) -> Result<(), TransportError> {
+        self.open()?;
         let (member, theirs) = self.lock().leave(peer)?;
         self.members[member].disconnect(theirs).map_err(|_| TransportError::UnknownPeer { peer })
     }

@@ -114,8 +114,8 @@ struct State {
     jobs: HashMap<(OpId, u64), Arc<Job>>,
     /// Jobs with something left to copy. They take turns.
     queue: VecDeque<Arc<Job>>,
-    /// Reads that wait for a peer's answer, and whether they were cancelled meanwhile.
-    waiting: HashMap<(OpId, u64), bool>,
+    /// Reads that wait for a peer's answer, with their number of ranges. One that is cancelled is no longer here.
+    waiting: HashMap<(OpId, u64), usize>,
     closed: bool,
 }
 
@@ -270,6 +270,10 @@ fn copy(peer: &Peer, cut: &Cut) -> Result<(), ReadError> {
     if !cut.remote.iter().all(inside) {
         return Err(ReadError::RemoteRange);
     }
+    if !peer.listing.has(region.slot, cut.key.nonce) {
+        peer.regions().remove(&cut.key);
+        return Err(ReadError::UnknownKey);
+    }
     let copied = match &region.reach {
         Reach::Window(window) => window.copy(cut),
         Reach::Process { place } => copy_process(peer.pid, *place, cut),
@@ -333,7 +337,7 @@ impl LocalPath for Peers {
             return Taken::No(read);
         }
         if unknown {
-            state.waiting.insert((read.op, read.serial), false);
+            state.waiting.insert((read.op, read.serial), read.plan.range_count());
             return Taken::Unresolved(read);
         }
         let AcceptedRead { op, serial, plan, submitted, limits } = read;
@@ -381,15 +385,8 @@ impl LocalPath for Peers {
                     peer.regions().insert(key, known);
                 }
             }
-            let cancelled = self.lock().waiting.remove(&name).unwrap_or(false);
-            if cancelled {
-                if let Some(shared) = self.shared.upgrade() {
-                    let arrived = RangeSet::none(read.plan.range_count());
-                    let result = Err(ReadError::Cancelled);
-                    shared.complete(read.op, read.serial, ReadOutcome { result, arrived });
-                }
-                return None;
-            }
+            // Cancelled, and so completed, while the peer was asked.
+            self.lock().waiting.remove(&name)?;
             match self.take(of, read) {
                 Taken::Yes => None,
                 Taken::No(read) => Some(read),
@@ -402,13 +399,14 @@ impl LocalPath for Peers {
     }
 
     fn cancel(&self, op: OpId, serial: u64) {
-        let job = {
+        let (waiting, job) = {
             let mut state = self.lock();
-            if let Some(cancelled) = state.waiting.get_mut(&(op, serial)) {
-                *cancelled = true;
-            }
-            state.jobs.get(&(op, serial)).cloned()
+            (state.waiting.remove(&(op, serial)), state.jobs.get(&(op, serial)).cloned())
         };
+        if let (Some(ranges), Some(shared)) = (waiting, self.shared.upgrade()) {
+            let outcome = ReadOutcome { result: Err(ReadError::Cancelled), arrived: RangeSet::none(ranges) };
+            shared.complete(op, serial, outcome);
+        }
         if let Some(job) = job {
             let progress = job.lock();
             if !progress.ended {
