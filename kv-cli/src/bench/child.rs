@@ -125,6 +125,14 @@ impl Process {
             other => Err(self.strange(&other)),
         }
     }
+
+    /// What was asked with [`Ask::Beside`]: seconds of the small reads, GB/s of the large ones.
+    pub(super) fn beside(&mut self) -> Result<(Vec<f64>, f64), Failure> {
+        match self.hear()? {
+            Answer::Beside { seconds, gbps } => Ok((seconds, gbps)),
+            other => Err(self.strange(&other)),
+        }
+    }
 }
 
 impl Drop for Process {

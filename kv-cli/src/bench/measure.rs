@@ -6,6 +6,7 @@ use kv_connector::Config;
 use serde::Serialize;
 
 use super::args::{Common, Plan};
+use super::beside::{self, BesideRow};
 use super::child::{Process, Timed, Used};
 use super::progress::Progress;
 use super::shape::{SMALL, Shape};
@@ -70,6 +71,8 @@ pub(super) struct Measured {
     pub(super) plain_latency: Latencies,
     /// CPU seconds per GB of the plain program, shape by shape.
     pub(super) plain_cpu: Vec<BothSides>,
+    /// Small reads beside large ones.
+    pub(super) beside: Vec<BesideRow>,
 }
 
 /// Producer and consumer, connected.
@@ -201,6 +204,7 @@ pub(super) fn measure(plan: &Plan, config: &Config, progress: &Progress) -> Resu
         }
         progress.step();
     }
+    let beside = beside::measure(plan, name, &mut pair)?;
     let [plain_latency, latency_us] = small.map(|times| latencies(&times));
     let mut rows = vec![];
     for (shape, [memcpy, plain, own]) in plan.shapes.iter().zip(&rounds) {
@@ -221,7 +225,7 @@ pub(super) fn measure(plan: &Plan, config: &Config, progress: &Progress) -> Resu
         });
     }
     let plain_cpu = rounds.iter().map(|[_, plain, _]| plain.cpu()).collect();
-    Ok(Measured { rows, plain_latency, plain_cpu })
+    Ok(Measured { rows, plain_latency, plain_cpu, beside })
 }
 
 fn latencies(times: &[Vec<f64>; 2]) -> Latencies {

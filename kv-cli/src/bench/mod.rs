@@ -1,6 +1,7 @@
 //! `kvx bench`: what a transport moves on this machine, beside what the machine itself can do.
 
 mod args;
+mod beside;
 mod child;
 mod harness;
 mod measure;

@@ -16,7 +16,8 @@ const BAR: usize = 20;
 /// Everything as one JSON object.
 pub(super) fn as_json(measured: &[Measured], peers: &[PeersRow]) -> Value {
     let rows: Vec<_> = measured.iter().flat_map(|measured| &measured.rows).collect();
-    json!({ "rows": rows, "peers": peers })
+    let beside: Vec<_> = measured.iter().flat_map(|measured| &measured.beside).collect();
+    json!({ "rows": rows, "beside": beside, "peers": peers })
 }
 
 /// A bar of eighths of characters: `share` of the full width.
@@ -115,6 +116,18 @@ pub(super) fn as_tables(measured: &[Measured], peers: &[PeersRow]) -> String {
         small.add_row(line(&row.transport, &row.latency_us, format!("{:.4}", row.idle_cores)));
     }
     text.push_str(&format!("{small}\n"));
+
+    let mut beside =
+        table(&["a small read beside a large one", "p50", "p99", "the large one meanwhile"]);
+    for row in measured.iter().flat_map(|one| &one.beside) {
+        beside.add_row(vec![
+            Cell::new(format!("{}: {} beside {}", row.transport, row.small, show_bytes(row.large_bytes))),
+            right(format!("{:.0} us", row.p50_us)),
+            right(format!("{:.0} us", row.p99_us)),
+            right(format!("{:.2} GB/s", row.large_gbps)),
+        ]);
+    }
+    text.push_str(&format!("{beside}\n"));
 
     if !peers.is_empty() {
         let head = [

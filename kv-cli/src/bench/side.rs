@@ -14,7 +14,7 @@ use kv_connector::worker::open_transport;
 use super::pages;
 use super::plain;
 use super::pool::Pool;
-use super::shape::Draws;
+use super::shape::{Draws, Shape};
 use super::stats::{own_cpu_s, own_peak_bytes, seconds};
 use super::wire::{Answer, Ask, Job, ProducerAt, Setup, Way};
 use crate::error::Failure;
@@ -50,6 +50,9 @@ pub(crate) fn run() -> Result<(), Failure> {
             (Ask::Time { job, least, most, seconds }, Some(side)) => {
                 runtime.block_on(side.time(job, least, most, seconds))
             }
+            (Ask::Beside { large, small, reads }, Some(side)) => {
+                runtime.block_on(side.beside(large, small, reads))
+            }
             (Ask::Setup(_), Some(_)) => Err("it is set up already".to_owned()),
             (_, None) => Err("it is not set up".to_owned()),
         };
@@ -72,7 +75,7 @@ struct Source {
     pool_bytes: u64,
 }
 
-struct Side {
+pub(super) struct Side {
     transport: Arc<dyn Transport>,
     pool: Pool,
     region: RegionId,
@@ -84,7 +87,7 @@ struct Side {
 }
 
 /// The ids of one transfer.
-struct Ids {
+pub(super) struct Ids {
     remote: Vec<u32>,
     local: Vec<u32>,
 }
@@ -159,6 +162,18 @@ impl Side {
         Ids { remote, local }
     }
 
+    /// Ids of both sides that lie between two places, as far as there are so many.
+    pub(super) fn draw_between(&mut self, shape: Shape, from: u64, to: u64) -> Ids {
+        let first = from.div_ceil(shape.block_bytes);
+        let count = (to / shape.block_bytes).saturating_sub(first);
+        let mut ids = || self.draws.ids(shape.blocks, count).iter().map(|id| id + first as u32).collect();
+        Ids { remote: ids(), local: ids() }
+    }
+
+    pub(super) fn pool_bytes(&self) -> u64 {
+        self.pool.bytes()
+    }
+
     /// One transfer, from block ids to the bytes in their places. Returns its seconds.
     async fn transfer(&mut self, job: &Job, ids: &Ids) -> Result<f64, String> {
         let began = Instant::now();
@@ -180,11 +195,12 @@ impl Side {
         Ok(seconds(began.elapsed()))
     }
 
-    async fn read(&mut self, job: &Job, ids: &Ids) -> Result<(), String> {
+    /// Submits a transfer as one or more reads.
+    pub(super) fn submit(&mut self, job: &Job, ids: &Ids) -> Result<Vec<OpId>, String> {
         let source = self.source.as_ref().ok_or("there is no producer")?;
         let block_bytes = job.shape.block_bytes;
         let each = ids.remote.len().div_ceil(job.inflight.max(1) as usize).max(1);
-        let mut open = 0;
+        let mut ops = vec![];
         for (remote, local) in ids.remote.chunks(each).zip(ids.local.chunks(each)) {
             let ranges = remote.iter().zip(local).map(|(remote, local)| ReadRange {
                 remote_offset: u64::from(*remote) * block_bytes,
@@ -193,23 +209,35 @@ impl Side {
             });
             let part = ReadPart { key: source.key.clone(), region: self.region, ranges: ranges.collect() };
             self.ops += 1;
-            let request =
-                ReadRequest { op: OpId(self.ops), peer: source.peer, parts: vec![part], limits: READ_LIMITS };
+            let op = OpId(self.ops);
+            let request = ReadRequest { op, peer: source.peer, parts: vec![part], limits: READ_LIMITS };
             self.transport.read(request).map_err(|e| e.to_string())?;
-            open += 1;
+            ops.push(op);
         }
-        while open > 0 {
-            match self.transport.next_event().await {
-                Some(Event::ReadCompleted { outcome, .. }) => {
+        Ok(ops)
+    }
+
+    pub(super) async fn event(&self) -> Result<Event, String> {
+        self.transport.next_event().await.ok_or_else(|| "the transport has closed".to_owned())
+    }
+
+    /// The operation of the next read that ends, well; anything else is an error.
+    pub(super) async fn next_end(&self) -> Result<OpId, String> {
+        loop {
+            match self.event().await? {
+                Event::ReadCompleted { op, outcome } => {
                     outcome.result.map_err(|e| e.to_string())?;
-                    open -= 1;
+                    return Ok(op);
                 }
-                Some(Event::PeerLost { reason, .. }) => {
-                    return Err(format!("the producer is lost: {reason}"));
-                }
-                Some(_) => {}
-                None => return Err("the transport has closed".to_owned()),
+                Event::PeerLost { reason, .. } => return Err(format!("the producer is lost: {reason}")),
+                _ => {}
             }
+        }
+    }
+
+    async fn read(&mut self, job: &Job, ids: &Ids) -> Result<(), String> {
+        for _ in self.submit(job, ids)? {
+            self.next_end().await?;
         }
         Ok(())
     }

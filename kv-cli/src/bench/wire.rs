@@ -55,6 +55,8 @@ pub(super) enum Ask {
     Check(Job),
     /// Transfers with times: at least `least`, at most `most`, and no more once so many seconds are over.
     Time { job: Job, least: u64, most: u64, seconds: f64 },
+    /// So many small reads with times, while a large one is always under way.
+    Beside { large: Shape, small: Shape, reads: u64 },
 }
 
 /// What a side answers.
@@ -63,6 +65,7 @@ pub(super) enum Answer {
     Ready { producer: Option<ProducerAt>, lane: String },
     Used { cpu_s: f64, peak_bytes: u64 },
     Checked { bad: u64, spilled: u64 },
+    Beside { seconds: Vec<f64>, gbps: f64 },
     Timed { seconds: Vec<f64>, cpu_s: f64, wall_s: f64 },
     Failed(String),
 }
