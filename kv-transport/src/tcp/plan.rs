@@ -43,6 +43,13 @@ pub(super) struct Cursor {
     stream: u64,
 }
 
+impl Cursor {
+    /// Bytes that have been cut so far.
+    pub(super) fn taken(&self) -> u64 {
+        self.stream
+    }
+}
+
 /// What one request asks for.
 #[derive(Debug)]
 pub(super) struct Cut {
