@@ -117,8 +117,7 @@ pub(super) fn as_tables(measured: &[Measured], peers: &[PeersRow]) -> String {
     }
     text.push_str(&format!("{small}\n"));
 
-    let mut beside =
-        table(&["a small read beside a large one", "p50", "p99", "the large one meanwhile"]);
+    let mut beside = table(&["a small read beside a large one", "p50", "p99", "the large one meanwhile"]);
     for row in measured.iter().flat_map(|one| &one.beside) {
         beside.add_row(vec![
             Cell::new(format!("{}: {} beside {}", row.transport, row.small, show_bytes(row.large_bytes))),
