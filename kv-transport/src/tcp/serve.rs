@@ -2,7 +2,7 @@
 //!
 //! Each operation of the peer has a queue of its own. Most turns go to the operation that was sent the least so far, so
 //! that a small read passes a large one whose requests came before; every fourth goes to the one that waited longest,
-//! so that small ones that keep coming do not starve it.
+//! so that each is served after as many of those turns as there were operations before it, whatever comes behind.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -165,14 +165,20 @@ mod tests {
     fn small_operations_that_keep_coming_do_not_starve_a_large_one() {
         let mut serve = serve();
         (0..8).for_each(|chunk| add(&mut serve, 1, chunk, 1000));
-        let mut served = vec![];
-        for turn in 100..140 {
+        let (mut large, mut since, mut bound) = (0, 0, 1);
+        for turn in 100..200 {
+            if large == 8 {
+                return;
+            }
             add(&mut serve, turn, turn, 10);
-            served.push(serve.take().unwrap().0.chunk);
+            since += 1;
+            if serve.take().unwrap().0.chunk < 8 {
+                assert!(since <= bound, "{since} turns for one chunk, {bound} at most");
+                // Before its next turn come those that wait now, at one turn in four if others are always smaller.
+                (large, since, bound) = (large + 1, 0, PATIENCE as usize * serve.ring.len());
+            }
         }
-        // At least every fourth turn, while eight were to be had.
-        let large = served[..32].iter().filter(|chunk| **chunk < 8).count();
-        assert_eq!(large, 8, "{served:?}");
+        panic!("{large} of 8 chunks in a hundred turns");
     }
 
     #[test]
