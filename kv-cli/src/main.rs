@@ -1,6 +1,7 @@
 //! `kvx`: demonstrations and tools for kv-connector.
 #![allow(clippy::print_stdout, clippy::print_stderr)] // A command line speaks on both.
 
+mod bench;
 mod demo;
 mod error;
 mod explore;
@@ -34,8 +35,13 @@ enum Command {
     Sim(sim::SimArgs),
     /// Run the real state machines through every order in which a few things can happen.
     Explore(explore::ExploreArgs),
+    /// Measure what a transport moves, beside memcpy and a plain TCP program in the same run.
+    Bench(bench::BenchArgs),
     /// Forward TCP connections and do to them what a plan says: cut, stall, corrupt, delay and the like.
     FaultProxy(fault_proxy::FaultProxyArgs),
+    /// One side of a measurement. Started by `kvx bench`.
+    #[command(hide = true)]
+    BenchSide,
     /// One worker process of an engine. Started by `kvx serve`.
     #[command(hide = true)]
     EngineWorker {
@@ -58,6 +64,8 @@ fn main() -> ExitCode {
         Command::Route(args) => router::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Sim(args) => sim::run(&args),
         Command::Explore(args) => explore::run(&args),
+        Command::Bench(args) => bench::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::BenchSide => bench::run_side().map(|()| ExitCode::SUCCESS),
         Command::FaultProxy(args) => fault_proxy::run(&args).map(|()| ExitCode::SUCCESS),
         Command::EngineWorker { socket } => kv_testkit::engine::worker::run(&socket)
             .map(|()| ExitCode::SUCCESS)

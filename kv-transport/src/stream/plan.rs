@@ -43,6 +43,13 @@ pub(crate) struct Cursor {
     stream: u64,
 }
 
+impl Cursor {
+    /// Bytes that have been cut so far.
+    pub(crate) fn taken(&self) -> u64 {
+        self.stream
+    }
+}
+
 /// What one request asks for.
 #[derive(Debug)]
 pub(crate) struct Cut {

@@ -119,7 +119,7 @@ impl Reader {
                     io::IoSliceMut::new(&mut self.head[..HEADER_BYTES]),
                 ];
                 let known = if target == *len { 2 } else { 1 };
-                stream.try_read_vectored(&mut pieces[..known])
+                vectored::read(stream, &mut pieces[..known])
             }
             // After data come its end and then another header.
             Body::Data { chunk, left } => match reads.destination(*chunk) {
@@ -130,7 +130,7 @@ impl Reader {
                     let mut pieces =
                         [io::IoSliceMut::new(&mut self.scratch[..take]), io::IoSliceMut::new(&mut self.head)];
                     let known = if take as u64 == *left { 2 } else { 1 };
-                    stream.try_read_vectored(&mut pieces[..known])
+                    vectored::read(stream, &mut pieces[..known])
                 }
             },
         }

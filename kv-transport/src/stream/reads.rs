@@ -19,6 +19,10 @@ use crate::contract::{OpId, RangeSet, ReadOutcome};
 use crate::error::ReadError;
 use crate::memory::Memory;
 
+/// So much of each operation is asked for at once, before what is left of others and beyond the window: a small read
+/// must not wait until a large one makes room. The number of requests stays within the grant all the same.
+const EARLY_BYTES: u64 = 2 << 20;
+
 struct Op {
     id: OpId,
     serial: u64,
@@ -57,7 +61,9 @@ pub(crate) struct Reads {
     shared: Arc<Shared>,
     ops: HashMap<u64, Op>,
     by_id: HashMap<OpId, u64>,
-    /// Operations with something left to ask for. They take turns, so that a small one passes a large one.
+    /// Operations of which little was asked for yet.
+    early: VecDeque<u64>,
+    /// Other operations with something left to ask for. They take turns.
     ring: VecDeque<u64>,
     chunks: HashMap<u64, Chunk>,
     numbers: u64,
@@ -73,6 +79,7 @@ impl Reads {
             shared,
             ops: HashMap::new(),
             by_id: HashMap::new(),
+            early: VecDeque::new(),
             ring: VecDeque::new(),
             chunks: HashMap::new(),
             numbers: 0,
@@ -110,7 +117,7 @@ impl Reads {
         self.alarm = Some(self.alarm.map_or(op.alarm(), |alarm| alarm.min(op.alarm())));
         self.by_id.insert(id, number);
         self.ops.insert(number, op);
-        self.ring.push_back(number);
+        self.early.push_back(number);
     }
 
     pub(crate) fn cancel(&mut self, id: OpId, serial: u64, out: &mut Vec<u8>) {
@@ -150,10 +157,10 @@ impl Reads {
     pub(crate) fn request(&mut self, out: &mut Vec<u8>) {
         let Some(limits) = self.limits else { return };
         let window = self.shared.config.bytes_in_flight_per_peer;
-        while self.chunks.len() < limits.chunk_queue as usize
-            && (self.chunks.is_empty() || self.bytes_out + u64::from(limits.chunk_bytes) <= window)
-            && let Some(number) = self.ring.pop_front()
-        {
+        while self.chunks.len() < limits.chunk_queue as usize {
+            let room = self.chunks.is_empty() || self.bytes_out + u64::from(limits.chunk_bytes) <= window;
+            let number = self.early.pop_front().or_else(|| self.ring.pop_front_if(|_| room));
+            let Some(number) = number else { break };
             let Some(op) = self.ops.get_mut(&number) else { continue };
             let cut = op.plan.cut(&mut op.cursor, limits.chunk_bytes, limits.chunk_ranges as usize);
             let Some(cut) = cut else { continue };
@@ -164,7 +171,9 @@ impl Reads {
             self.bytes_out += u64::from(bytes);
             op.outstanding += 1;
             if !op.plan.is_cut(&op.cursor) {
-                self.ring.push_back(number);
+                let early = op.cursor.taken() < EARLY_BYTES;
+                let ring = if early { &mut self.early } else { &mut self.ring };
+                ring.push_back(number);
             }
             let destination = Some(destination);
             let chunk = Chunk { destination, bytes, interval: cut.interval, data_seen: false };
@@ -249,6 +258,7 @@ impl Reads {
     /// The connection is gone: what arrived of each operation, which ends now.
     pub(crate) fn abandon(&mut self) -> HashMap<OpId, RangeSet> {
         self.chunks.clear();
+        self.early.clear();
         self.ring.clear();
         self.by_id.clear();
         self.ops.drain().map(|(_, op)| (op.id, op.plan.arrived(op.arrived))).collect()

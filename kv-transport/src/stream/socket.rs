@@ -1,6 +1,7 @@
 //! The kinds of byte streams that carry a connection.
 
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::{TcpListener, TcpStream};
@@ -39,12 +40,13 @@ impl Socket {
         each!(self, stream => stream.ready(interest).await.map(|_| ()))
     }
 
-    pub(crate) fn try_read_vectored(&self, pieces: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        each!(self, stream => stream.try_read_vectored(pieces))
-    }
-
-    pub(crate) fn try_write_vectored(&self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
-        each!(self, stream => stream.try_write_vectored(pieces))
+    /// Does a call that may say `WouldBlock`, and then waits for the system's word in [`Socket::ready`].
+    pub(crate) fn try_io<R>(
+        &self,
+        interest: Interest,
+        call: impl FnOnce() -> io::Result<R>,
+    ) -> io::Result<R> {
+        each!(self, stream => stream.try_io(interest, call))
     }
 
     pub(crate) fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
@@ -57,6 +59,12 @@ impl Socket {
 
     pub(crate) async fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
         each!(self, stream => stream.write_all(bytes).await)
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        each!(self, stream => stream.as_fd())
     }
 }
 

@@ -1,7 +1,10 @@
 //! The system calls that move KV bytes straight between a socket and registered memory.
 #![allow(unsafe_code)] // Slices over raw KV memory are made here and nowhere else; each block states its reason.
 
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io::{self, IoSlice, IoSliceMut, Read};
+
+use socket2::SockRef;
+use tokio::io::Interest;
 
 use super::socket::Socket;
 
@@ -10,6 +13,23 @@ use crate::memory::Memory;
 
 /// Most pieces in one call. The system takes 1024; beyond some dozens there is nothing left to gain.
 const PIECES_MAX: usize = 256;
+
+/// Linux's `MSG_NOSIGNAL`: a connection that is gone is an error of the call, whatever the process does with signals.
+const NO_SIGNAL: i32 = if cfg!(target_os = "linux") { 0x4000 } else { 0 };
+/// Linux's `MSG_MORE`: what does not fill a segment waits for what is sent next.
+const MORE: i32 = if cfg!(target_os = "linux") { 0x8000 } else { 0 };
+
+/// Receives. A call that got less than it could hold has emptied the socket, so that no other call is made until the
+/// system says that more has come.
+pub(crate) fn read(stream: &Socket, pieces: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    let room: usize = pieces.iter().map(|piece| piece.len()).sum();
+    let mut got = 0;
+    let outcome = stream.try_io(Interest::READABLE, || {
+        got = (&*SockRef::from(stream)).read_vectored(pieces)?;
+        if got > 0 && got < room { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(()) }
+    });
+    if got > 0 { Ok(got) } else { outcome.map(|()| 0) }
+}
 
 /// Receives into the spans and, when they are full, into `tail`. Returns the bytes received in all.
 pub(crate) fn receive(
@@ -34,10 +54,11 @@ pub(crate) fn receive(
     if whole {
         pieces.push(IoSliceMut::new(tail));
     }
-    stream.try_read_vectored(&mut pieces)
+    read(stream, &mut pieces)
 }
 
-/// Sends `heads`, then the spans. Returns the bytes sent in all.
+/// Sends `heads`, then the spans. Returns the bytes sent in all. Data is always followed by its end, which so gets
+/// into the same segment: a small read costs the reader one wake-up instead of two.
 pub(crate) fn send<'a>(
     stream: &Socket,
     heads: impl Iterator<Item = &'a [u8]>,
@@ -55,7 +76,8 @@ pub(crate) fn send<'a>(
             pieces.push(IoSlice::new(piece));
         }
     }
-    stream.try_write_vectored(&pieces)
+    let flags = if from.is_some() { NO_SIGNAL | MORE } else { NO_SIGNAL };
+    stream.try_io(Interest::WRITABLE, || SockRef::from(stream).send_vectored_with_flags(&pieces, flags))
 }
 
 /// First byte of a span, if the span lies inside the memory.

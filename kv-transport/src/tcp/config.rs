@@ -29,8 +29,8 @@ pub struct TcpConfig {
     /// Bytes of messages from one peer that may wait to be taken, with the same effect. Default 16 MiB.
     pub incoming_bytes: usize,
     /// Bytes of reads that may be requested from one peer and not yet received. Default 16 MiB: a link of
-    /// 100 Gbit/s stays busy over a round trip of 1 ms, and a small read behind a large one waits a few
-    /// milliseconds at most.
+    /// 100 Gbit/s stays busy over a round trip of 1 ms. The first 2 MiB of every read are asked for all the same,
+    /// as far as requests are granted, so that a small read does not wait for a large one.
     pub bytes_in_flight_per_peer: u64,
     /// Largest piece into which reads are cut, asked for and granted. Messages travel between pieces. Default
     /// 512 KiB: large enough that the work per piece vanishes, small enough to pass in well under a millisecond.

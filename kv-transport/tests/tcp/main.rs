@@ -3,6 +3,7 @@
 //! Misbehaving peers are plain sockets that speak the protocol by hand, so that these tests also pin the wire format.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A failed step is a failed test.
 
+mod fairness;
 mod faults;
 mod misuse;
 mod names;

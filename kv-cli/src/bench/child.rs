@@ -1,0 +1,150 @@
+//! The two sides as processes of their own. Each ends when its standard input does, so none outlives us.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use super::wire::{Answer, Ask, Job, ProducerAt, Setup};
+use crate::error::Failure;
+
+/// No answer takes longer than this.
+const ANSWER_LIMIT: Duration = Duration::from_secs(300);
+/// For a process to end by itself.
+const STOP_LIMIT: Duration = Duration::from_secs(10);
+/// Between two looks whether it has.
+const STOP_PAUSE: Duration = Duration::from_millis(2);
+
+/// A side that is running.
+pub(super) struct Process {
+    name: &'static str,
+    child: Child,
+    stdin: Option<ChildStdin>,
+    answers: Receiver<String>,
+}
+
+/// What a process has used so far.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Used {
+    pub(super) cpu_s: f64,
+    pub(super) peak_bytes: u64,
+}
+
+/// What timed transfers took.
+#[derive(Debug, Clone)]
+pub(super) struct Timed {
+    pub(super) seconds: Vec<f64>,
+    pub(super) cpu_s: f64,
+    pub(super) wall_s: f64,
+}
+
+impl Process {
+    pub(super) fn start(name: &'static str) -> Result<Self, Failure> {
+        let failed = |why: String| Failure::new(format!("start the {name}"), why);
+        let program = std::env::current_exe().map_err(|e| failed(e.to_string()))?;
+        let mut child = Command::new(program)
+            .arg("bench-side")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|e| failed(e.to_string()))?;
+        let stdin = child.stdin.take();
+        let Some(stdout) = child.stdout.take() else { return Err(failed("no output".to_owned())) };
+        let (line, answers) = channel();
+        std::thread::spawn(move || {
+            for text in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if line.send(text).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Self { name, child, stdin, answers })
+    }
+
+    /// Asks, without waiting for the answer.
+    pub(super) fn tell(&mut self, ask: &Ask) -> Result<(), Failure> {
+        let failed = |why: String| Failure::new(format!("ask the {}", self.name), why);
+        let text = serde_json::to_string(ask).map_err(|e| failed(e.to_string()))?;
+        let Some(stdin) = &mut self.stdin else { return Err(failed("it was told to end".to_owned())) };
+        writeln!(stdin, "{text}").and_then(|()| stdin.flush()).map_err(|e| failed(e.to_string()))
+    }
+
+    /// The next answer.
+    pub(super) fn hear(&mut self) -> Result<Answer, Failure> {
+        let failed = |why: String| Failure::new(self.name, why);
+        match self.answers.recv_timeout(ANSWER_LIMIT) {
+            Ok(text) => match serde_json::from_str(&text) {
+                Ok(Answer::Failed(why)) => Err(failed(why)),
+                Ok(answer) => Ok(answer),
+                Err(error) => Err(failed(format!("{error}: {text}"))),
+            },
+            Err(RecvTimeoutError::Timeout) => Err(failed(format!("no answer within {ANSWER_LIMIT:?}"))),
+            Err(RecvTimeoutError::Disconnected) => Err(failed("it ended".to_owned())),
+        }
+    }
+
+    fn strange(&self, answer: &Answer) -> Failure {
+        Failure::new(self.name, format!("it answered with something else: {answer:?}"))
+    }
+
+    /// Makes it what it is to be. Returns how it is reached, if it is a producer, and the lane that it uses.
+    pub(super) fn set_up(&mut self, setup: Setup) -> Result<(Option<ProducerAt>, String), Failure> {
+        self.tell(&Ask::Setup(Box::new(setup)))?;
+        match self.hear()? {
+            Answer::Ready { producer, lane } => Ok((producer, lane)),
+            other => Err(self.strange(&other)),
+        }
+    }
+
+    pub(super) fn used(&mut self) -> Result<Used, Failure> {
+        self.tell(&Ask::Used)?;
+        match self.hear()? {
+            Answer::Used { cpu_s, peak_bytes } => Ok(Used { cpu_s, peak_bytes }),
+            other => Err(self.strange(&other)),
+        }
+    }
+
+    /// One transfer, compared byte for byte: blocks that are wrong, and blocks that changed without being asked for.
+    pub(super) fn check(&mut self, job: Job) -> Result<(u64, u64), Failure> {
+        self.tell(&Ask::Check(job))?;
+        self.checked()
+    }
+
+    /// What was asked with [`Ask::Check`].
+    pub(super) fn checked(&mut self) -> Result<(u64, u64), Failure> {
+        match self.hear()? {
+            Answer::Checked { bad, spilled } => Ok((bad, spilled)),
+            other => Err(self.strange(&other)),
+        }
+    }
+
+    /// What was asked with [`Ask::Time`].
+    pub(super) fn timed(&mut self) -> Result<Timed, Failure> {
+        match self.hear()? {
+            Answer::Timed { seconds, cpu_s, wall_s } => Ok(Timed { seconds, cpu_s, wall_s }),
+            other => Err(self.strange(&other)),
+        }
+    }
+
+    /// What was asked with [`Ask::Beside`]: seconds of the small reads, GB/s of the large ones.
+    pub(super) fn beside(&mut self) -> Result<(Vec<f64>, f64), Failure> {
+        match self.hear()? {
+            Answer::Beside { seconds, gbps } => Ok((seconds, gbps)),
+            other => Err(self.strange(&other)),
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        drop(self.stdin.take());
+        let until = Instant::now() + STOP_LIMIT;
+        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
+            std::thread::sleep(STOP_PAUSE);
+        }
+        if matches!(self.child.try_wait(), Ok(None)) {
+            self.child.kill().ok();
+            self.child.wait().ok();
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! What the bench and its two sides say to each other: one JSON object a line, a question and an answer.
+
+use kv_connector::Config;
+use serde::{Deserialize, Serialize};
+
+use super::shape::Shape;
+
+/// What a side is to be.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Setup {
+    pub(super) config: Config,
+    pub(super) pool_bytes: u64,
+    pub(super) huge_pages: bool,
+    pub(super) seed: u64,
+    /// The producer to read from; a producer has none.
+    pub(super) producer: Option<ProducerAt>,
+    /// Whether a consumer also keeps a pool to copy from, for the machine's memcpy.
+    pub(super) floors: bool,
+}
+
+/// How a producer is reached.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct ProducerAt {
+    pub(super) address: Vec<u8>,
+    pub(super) key: Vec<u8>,
+    pub(super) plain_port: u16,
+    pub(super) pool_bytes: u64,
+}
+
+/// By what a transfer is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Way {
+    Memcpy,
+    PlainTcp,
+    Transport,
+}
+
+/// Transfers of one shape, one after another.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(super) struct Job {
+    pub(super) way: Way,
+    pub(super) shape: Shape,
+    /// Reads into which a transfer is divided, all submitted at once.
+    pub(super) inflight: u64,
+}
+
+/// What a side is asked.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum Ask {
+    /// First of all.
+    Setup(Box<Setup>),
+    /// What the process has used.
+    Used,
+    /// One transfer, compared byte for byte.
+    Check(Job),
+    /// Transfers with times: at least `least`, at most `most`, and no more once so many seconds are over.
+    Time { job: Job, least: u64, most: u64, seconds: f64 },
+    /// So many small reads with times, while a large one is always under way.
+    Beside { large: Shape, small: Shape, reads: u64 },
+}
+
+/// What a side answers.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum Answer {
+    Ready { producer: Option<ProducerAt>, lane: String },
+    Used { cpu_s: f64, peak_bytes: u64 },
+    Checked { bad: u64, spilled: u64 },
+    Beside { seconds: Vec<f64>, gbps: f64 },
+    Timed { seconds: Vec<f64>, cpu_s: f64, wall_s: f64 },
+    Failed(String),
+}
