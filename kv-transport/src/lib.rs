@@ -4,6 +4,7 @@ pub mod contract;
 pub mod error;
 pub mod memory;
 pub mod tcp;
+pub mod ucx;
 
 pub use contract::{
     Address, Capabilities, Event, MESSAGE_MAX_BYTES, OPAQUE_MAX_BYTES, OpId, PeerId, RangeSet, ReadLimits,
