@@ -15,6 +15,8 @@ use crate::memory::Memory;
 
 /// Prefix of the variables by which users set UCX up.
 const USER_PREFIX: &str = "UCX_";
+/// Size of the buffers by which UCX cuts what goes over TCP.
+const SEGMENT: &str = "512k";
 
 /// A context of UCX. It is made for use by several threads, so registering needs no help of the worker's thread.
 pub(super) struct Fabric {
@@ -157,18 +159,28 @@ fn configure(api: &Api, settings: Handle, config: &UcxConfig) -> Result<(), Tran
     // UCX warns of settings for lanes that it was told not to use.
     let uses = |names: &[&str]| chosen.as_deref().is_none_or(|chosen| may_use(chosen, names));
     let (tcp, shared) = (uses(&["tcp"]), uses(&["sm", "shm", "mm", "posix", "sysv", "xpmem"]));
+    // Until 1.16 a setting of a lane was looked for under its name without the lane's.
+    let (tcp_rx, tcp_tx) = match api.version {
+        (1, 0..=16, _) => ("RX_SEG_SIZE", "TX_SEG_SIZE"),
+        _ => ("TCP_RX_SEG_SIZE", "TCP_TX_SEG_SIZE"),
+    };
+    let free = |name: &str| {
+        let by_user = std::env::var_os(format!("{USER_PREFIX}{name}")).is_some();
+        let by_config = config.settings.iter().any(|(set, _)| set == name || format!("TCP_{set}") == name);
+        !by_user && !by_config
+    };
+    // The one must not be less than the other, so whoever sets one decides on both.
+    let tcp = tcp && free("TCP_RX_SEG_SIZE") && free("TCP_TX_SEG_SIZE");
     let ours = [
         // Without it shared memory is not used where the loss of a peer has to be noticed.
-        (shared, "MM_ERROR_HANDLING", "y"),
-        (true, "KEEPALIVE_INTERVAL", keep_alive.as_str()),
-        // The default of 8 KiB costs two thirds of the throughput.
-        (tcp, "TCP_TX_SEG_SIZE", "512k"),
-        (tcp, "TCP_RX_SEG_SIZE", "512k"),
+        (shared && free("MM_ERROR_HANDLING"), "MM_ERROR_HANDLING", "y"),
+        (free("KEEPALIVE_INTERVAL"), "KEEPALIVE_INTERVAL", keep_alive.as_str()),
+        // With the default of 8 KiB most of the time goes into fragments.
+        (tcp, tcp_rx, SEGMENT),
+        (tcp, tcp_tx, SEGMENT),
     ];
-    for (_, name, value) in ours.into_iter().filter(|(used, ..)| *used) {
-        let by_user = std::env::var_os(format!("{USER_PREFIX}{name}")).is_some();
-        let by_config = config.settings.iter().any(|(set, _)| set == name);
-        if !by_user && !by_config && !modify(api, settings, name, value) {
+    for (_, name, value) in ours.into_iter().filter(|(wanted, ..)| *wanted) {
+        if !modify(api, settings, name, value) {
             tracing::warn!(name, value, "this UCX does not know a setting");
         }
     }
