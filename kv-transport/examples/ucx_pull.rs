@@ -38,12 +38,8 @@ mod pull {
     fn open(lanes: &str) -> UcxTransport {
         let settings = vec![("TLS".into(), lanes.into())];
         let spin = std::env::var("SPIN_US").map_or(0, |text| text.parse().unwrap());
-        UcxTransport::open(UcxConfig {
-            settings,
-            spin: Duration::from_micros(spin),
-            ..UcxConfig::default()
-        })
-        .unwrap()
+        UcxTransport::open(UcxConfig { settings, spin: Duration::from_micros(spin), ..UcxConfig::default() })
+            .unwrap()
     }
 
     fn byte(at: u64) -> u8 {

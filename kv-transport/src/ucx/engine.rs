@@ -320,11 +320,8 @@ impl Engine {
             link.peers.retain(|other| *other != peer);
             // The peer may be slow to notice; until the endpoint is closed it may be served.
             link.pins.extend(conn.pins.into_values());
-            if link.peers.is_empty() && link.phase == LinkPhase::Open {
-                link.phase = LinkPhase::Draining { by: after(now, FAREWELL) };
-                self.alarm = self.alarm.min(after(now, FAREWELL));
-            }
         }
+        self.drain_link(conn.ep, now);
         if let Phase::Leaving { reason, .. } = conn.phase {
             self.shared.lose(peer, reason);
         }
@@ -334,11 +331,11 @@ impl Engine {
 
     /// UCX says that an endpoint does not work any more.
     pub(super) fn fail_link(&mut self, ep: EpId, status: i8, now: Instant) {
-        let Some(link) = self.links.get(&ep) else { return };
-        if matches!(link.phase, LinkPhase::Closing { .. } | LinkPhase::Closed) {
+        if !self.is_usable(ep) {
             return;
         }
-        for peer in link.peers.clone() {
+        let peers = self.links.get(&ep).map(|link| link.peers.clone()).unwrap_or_default();
+        for peer in peers {
             let connecting =
                 self.conns.get(&peer).is_some_and(|conn| matches!(conn.phase, Phase::Connecting { .. }));
             let reason = if connecting { status::unreachable(status) } else { status::lost(status) };
@@ -347,12 +344,30 @@ impl Engine {
         self.force(ep, now);
     }
 
+    /// Whether an endpoint is neither closed nor being closed.
+    pub(super) fn is_usable(&self, ep: EpId) -> bool {
+        let usable = |link: &Link| matches!(link.phase, LinkPhase::Open | LinkPhase::Draining { .. });
+        self.links.get(&ep).is_some_and(usable)
+    }
+
+    /// Lets an endpoint that nobody needs go, once its last words have left.
+    pub(super) fn drain_link(&mut self, ep: EpId, now: Instant) {
+        let by = after(now, FAREWELL);
+        if let Some(link) = self.links.get_mut(&ep)
+            && link.peers.is_empty()
+            && link.phase == LinkPhase::Open
+        {
+            link.phase = LinkPhase::Draining { by };
+            self.alarm = self.alarm.min(by);
+        }
+    }
+
     /// Closes an endpoint without regard for what is on its way: UCX then ends everything posted on it.
     pub(super) fn force(&mut self, ep: EpId, now: Instant) {
-        let Some(link) = self.links.get_mut(&ep) else { return };
-        if matches!(link.phase, LinkPhase::Closing { .. } | LinkPhase::Closed) {
+        if !self.is_usable(ep) {
             return;
         }
+        let Some(link) = self.links.get_mut(&ep) else { return };
         let by = after(now, self.shared.config.force_limit);
         link.phase = LinkPhase::Closing { by };
         self.alarm = self.alarm.min(by);

@@ -240,7 +240,7 @@ impl Engine {
             let peer = op.peer;
             match op {
                 Op { stage: Stage::Ending { .. }, .. } => {
-                    if let Some(ep) = conn_ep(&self.conns, peer) {
+                    if let Some(ep) = conn_ep(&self.conns, peer).filter(|ep| self.is_usable(*ep)) {
                         tracing::warn!(%peer, "reads do not end; the endpoint is closed by force");
                         self.force(ep, now);
                     }

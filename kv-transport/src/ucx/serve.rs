@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::address::Endpoint;
-use super::conn::{Conn, Link, Phase};
+use super::conn::{Conn, Link, LinkPhase, Phase};
 use super::engine::Engine;
 use super::frame::{Body, Frame, Refusal};
 use super::worker::ReplyTo;
@@ -82,14 +82,8 @@ impl Engine {
         let (own_token, peer) = match accepted {
             Ok(accepted) => accepted,
             Err(why) => {
-                // The endpoint has no peer, so it is closed when this has left.
-                if let Some(link) = self.links.get_mut(&ep)
-                    && link.peers.is_empty()
-                {
-                    let by = super::shared::after(now, std::time::Duration::from_millis(300));
-                    link.phase = super::conn::LinkPhase::Draining { by };
-                }
-                return self.post_frame(ep, Frame { token, body: Body::Refuse(why) }.encode(), false, None);
+                self.post_frame(ep, Frame { token, body: Body::Refuse(why) }.encode(), false, None);
+                return self.drain_link(ep, now);
             }
         };
         let mut conn = Conn::new(ep, endpoint.life, own_token, Phase::Open, now);
@@ -97,6 +91,7 @@ impl Engine {
         self.conns.insert(peer, conn);
         self.tokens.insert(own_token, peer);
         if let Some(link) = self.links.get_mut(&ep) {
+            link.phase = LinkPhase::Open;
             link.peers.push(peer);
         }
         let window = self.window();

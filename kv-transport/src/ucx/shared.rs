@@ -18,7 +18,8 @@ use super::fabric::{Fabric, Mapped};
 use super::frame::{REGIONS_MAX, Window};
 use super::plan::Plan;
 use crate::contract::{
-    Event, OpId, PeerId, RangeSet, ReadLimits, ReadOutcome, ReadPart, ReadRequest, RegionId, RegionKey,
+    Event, MESSAGE_MAX_BYTES, OpId, PeerId, RangeSet, ReadLimits, ReadOutcome, ReadPart, ReadRequest,
+    RegionId, RegionKey,
 };
 use crate::error::{LossReason, ReadError, TransportError};
 use crate::memory::Memory;
@@ -401,7 +402,9 @@ impl Shared {
                 entry.taken.bytes += bytes.len() as u64;
                 // Told in good time, and not for every message.
                 let due = entry.taken.messages >= self.config.incoming_max.div_ceil(4)
-                    || entry.taken.bytes >= self.config.incoming_bytes.div_ceil(4);
+                    || entry.taken.bytes >= self.config.incoming_bytes.div_ceil(4)
+                    // Or else the longest message might not fit, with nothing left to be taken.
+                    || entry.taken.bytes + MESSAGE_MAX_BYTES as u64 > self.config.incoming_bytes;
                 if due {
                     let taken = std::mem::replace(&mut entry.taken, Window { messages: 0, bytes: 0 });
                     let peer = *peer;

@@ -128,6 +128,38 @@ fn the_other_process() {
             assert_eq!(now(), before);
             say("done".into());
         }
+        "idle" => {
+            let Some(a) = transport(&lanes) else { return say("skipped".into()) };
+            let b = transport(&lanes).unwrap();
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let used = runtime.block_on(async {
+                link(&a, &b).await;
+                let before = processor_ticks();
+                // Nothing happens but pings.
+                let quiet = tokio::time::timeout(Duration::from_secs(3), a.next_event()).await;
+                assert!(quiet.is_err(), "{quiet:?}");
+                processor_ticks() - before
+            });
+            say(format!("used {used}"));
+        }
         other => panic!("{other}"),
+    }
+}
+
+/// Hundredths of a second that this process has used.
+fn processor_ticks() -> u64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let words: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    words[11].parse::<u64>().unwrap() + words[12].parse::<u64>().unwrap()
+}
+
+/// Both threads sleep: a thread that polls would use 300 ticks.
+#[test]
+fn idle_peers_use_next_to_nothing() {
+    for lanes in [TCP, SHARED] {
+        let words = Other::start_on("idle", lanes).words();
+        if let [_, used] = &words[..] {
+            assert!(used.parse::<u64>().unwrap() < 30, "{lanes}: {used} ticks in 3 s");
+        }
     }
 }

@@ -149,6 +149,31 @@ async fn t8_messages_that_nobody_takes_stop_the_sender_and_none_is_lost(lanes: &
     }
 }
 
+async fn t5_long_messages_pass_a_small_window(lanes: &str) {
+    let small = || {
+        open(kv_transport::ucx::UcxConfig {
+            incoming_bytes: 1000,
+            message_queue_bytes: 1000,
+            ..config(lanes)
+        })
+    };
+    let (Some(a), Some(b)) = (small(), small()) else { return };
+    let (peer, _) = link(&a, &b).await;
+    for len in [10, 1 << 20, 700, 900, 1 << 20, 0] {
+        let message = pattern(len, 1);
+        let start = Instant::now();
+        while let Err(refused) = a.send(peer, message.clone()) {
+            assert!(matches!(refused, TransportError::SendQueueFull { .. }), "{refused}");
+            assert!(start.elapsed() < LIMIT);
+            tokio::task::yield_now().await;
+        }
+        match event(&b).await {
+            Event::Message { bytes, .. } => assert!(bytes == message),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 async fn t9_the_key_of_a_deregistered_region_fails(lanes: &str) {
     let (Some(source), Some(reader)) = (transport(lanes), transport(lanes)) else { return };
     let (peer, _) = link(&reader, &source).await;
@@ -260,6 +285,7 @@ on_both_lanes!(
     t2_several_parts_and_both_directions_at_once,
     t5_messages_arrive_whole_and_once,
     t8_messages_that_nobody_takes_stop_the_sender_and_none_is_lost,
+    t5_long_messages_pass_a_small_window,
     t9_the_key_of_a_deregistered_region_fails,
     t9_a_region_that_goes_during_reads_yields_no_success,
     remote_ranges_beyond_the_region_are_refused,
