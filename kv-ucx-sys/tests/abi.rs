@@ -179,6 +179,6 @@ fn what_a_call_returns_is_read_as_c_does() {
     }
     let request = (-101isize) as *mut core::ffi::c_void;
     assert_eq!(Posted::read(request), Posted::Pending(request));
-    let request = 1isize as *mut core::ffi::c_void;
-    assert_eq!(Posted::read(request), Posted::Pending(request), "no call returns a status above zero");
+    let request = 4096isize as *mut core::ffi::c_void;
+    assert_eq!(Posted::read(request), Posted::Pending(request));
 }
