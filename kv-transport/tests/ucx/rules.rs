@@ -199,7 +199,9 @@ async fn t9_a_region_that_goes_during_reads_yields_no_success(lanes: &str) {
     let from = pattern(size, 3);
     let (mut failed, mut done) = (0, 0);
     for round in 0..12u64 {
-        let (offered, key) = offer(&source, &from);
+        let offered_memory = memory(&from);
+        let offered = source.register(offered_memory.clone()).unwrap();
+        let key = source.key(offered).unwrap();
         reader.read(request(round, peer, &key, region, vec![range(0, 0, size as u64)])).unwrap();
         // At another moment of the read each time.
         let until = Instant::now() + std::time::Duration::from_millis(round * 2);
@@ -207,6 +209,8 @@ async fn t9_a_region_that_goes_during_reads_yields_no_success(lanes: &str) {
             tokio::task::yield_now().await;
         }
         source.deregister(offered).unwrap();
+        // The owner uses it for something else at once.
+        offered_memory.write(0, &vec![0x33; size]).unwrap();
         match completion(&reader, round).await.result {
             Ok(()) => {
                 done += 1;
