@@ -115,7 +115,6 @@ pub(super) enum LinkPhase {
     Closing {
         by: Instant,
     },
-    Closed,
 }
 
 /// An endpoint of UCX. Usually one connection uses it; two that connect to each other at once share it.
@@ -125,6 +124,8 @@ pub(super) struct Link {
     pub(super) peers: Vec<PeerId>,
     pub(super) gets: usize,
     pub(super) sends: usize,
+    /// UCX says that it is closed. It may still owe the last word about gets: it was seen to forget them.
+    pub(super) closed: bool,
     /// What the other side may still be served from until this is closed.
     pub(super) pins: Vec<Pins>,
 }
@@ -132,7 +133,7 @@ pub(super) struct Link {
 impl Link {
     pub(super) fn new(peer: Option<PeerId>) -> Self {
         let peers = peer.into_iter().collect();
-        Self { phase: LinkPhase::Open, peers, gets: 0, sends: 0, pins: vec![] }
+        Self { phase: LinkPhase::Open, peers, gets: 0, sends: 0, closed: false, pins: vec![] }
     }
 }
 

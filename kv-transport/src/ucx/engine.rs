@@ -235,7 +235,7 @@ impl Engine {
                 }
                 Some(Post::Close { ep }) => {
                     if let Some(link) = self.links.get_mut(&ep) {
-                        link.phase = LinkPhase::Closed;
+                        link.closed = true;
                     }
                 }
                 None => {}
@@ -376,7 +376,7 @@ impl Engine {
             Some(post) => drop(self.posts.insert(post, Post::Close { ep })),
             None => {
                 if let Some(link) = self.links.get_mut(&ep) {
-                    link.phase = LinkPhase::Closed;
+                    link.closed = true;
                 }
             }
         }
@@ -406,7 +406,7 @@ impl Engine {
         for ep in due {
             self.force(ep, now);
         }
-        self.links.retain(|_, link| link.phase != LinkPhase::Closed || link.gets > 0);
+        self.links.retain(|_, link| !link.closed || link.gets > 0);
         any || self.links.len() != before
     }
 

@@ -100,7 +100,15 @@ async fn ends_by_its_limit(lanes: &str, limits: ReadLimits, error: ReadError, ca
 
 /// Waits until the peer has either answered again or is known to be lost.
 async fn settle(reader: &UcxTransport, peer: PeerId, key: &RegionKey) {
-    let (_, small) = destination_of(reader, 64);
+    let small = match reader.register(memory(&[0; 64])) {
+        Ok(small) => small,
+        // UCX did not end what it had under way, so its worker had to go, and the transport with it.
+        Err(TransportError::Closed { .. }) => {
+            assert_eq!(loss(reader, peer).await, LossReason::Closed);
+            return;
+        }
+        Err(other) => panic!("{other}"),
+    };
     match reader.read(request(900, peer, key, small, vec![range(0, 0, 64)])) {
         Ok(()) => loop {
             match event(reader).await {
