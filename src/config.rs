@@ -25,8 +25,9 @@ pub struct Config {
     pub handshake_port: u16,
     /// Host that consumers are told to shake hands with. Empty: `handshake_host`. Needed when that is a wildcard.
     pub advertise_host: String,
-    /// The transport that moves bytes. `tcp` works everywhere; `shm` only between processes of one user on one host; `auto`
-    /// uses, for each peer, the best of these that both sides have, and says which one and why.
+    /// The transport that moves bytes. `tcp` works everywhere; `shm` only between processes of one user on one host; `ucx` wants
+    /// libucp 1.13 or newer on the machine; `auto` uses, for each peer, the best of these that both sides have, and says
+    /// which one and why (`ucx` only where there is a device for remote direct memory access).
     pub transport: String,
     /// Address at which a worker's transport listens; the port is the system's choice.
     pub transport_host: String,
@@ -198,7 +199,7 @@ pub enum ConfigError {
 
 /// Transports that can be chosen by name.
 #[cfg(target_os = "linux")]
-pub const TRANSPORTS: &[&str] = &["tcp", "shm", "auto"];
+pub const TRANSPORTS: &[&str] = &["tcp", "shm", "ucx", "auto"];
 /// Transports that can be chosen by name.
 #[cfg(not(target_os = "linux"))]
 pub const TRANSPORTS: &[&str] = &["tcp", "auto"];
@@ -413,7 +414,7 @@ mod tests {
         );
         assert_eq!(
             refuse(r#"{"transport": "rdma"}"#),
-            "transport is \"rdma\"; this build has [\"tcp\", \"shm\", \"auto\"]"
+            "transport is \"rdma\"; this build has [\"tcp\", \"shm\", \"ucx\", \"auto\"]"
         );
         assert_eq!(
             refuse(r#"{"handshake_host": "0.0.0.0"}"#),

@@ -11,6 +11,8 @@ use kv_transport::auto::AutoTransport;
 #[cfg(target_os = "linux")]
 use kv_transport::shm::{ShmConfig, ShmTransport};
 use kv_transport::tcp::{TcpConfig, TcpTransport};
+#[cfg(target_os = "linux")]
+use kv_transport::ucx::{UcxConfig, UcxTransport};
 use kv_transport::{Memory, Transport, TransportError};
 use kv_worker::{Dial, Failure, Worker, WorkerConfig, WorkerLimits, WorkerParts, WorkerStats};
 
@@ -176,12 +178,21 @@ pub fn open_transport(config: &Config) -> Result<Arc<dyn Transport>, ConnectorEr
         "tcp" => Ok(Arc::new(open_tcp(config)?)),
         #[cfg(target_os = "linux")]
         "shm" => Ok(Arc::new(ShmTransport::bind(ShmConfig::default())?)),
+        #[cfg(target_os = "linux")]
+        "ucx" => Ok(Arc::new(UcxTransport::open(UcxConfig::default())?)),
         "auto" => {
             let mut members: Vec<Arc<dyn Transport>> = vec![];
             #[cfg(target_os = "linux")]
             match ShmTransport::bind(ShmConfig::default()) {
                 Ok(shm) => members.push(Arc::new(shm)),
                 Err(error) => tracing::warn!(%error, "no shared memory; peers are reached in other ways"),
+            }
+            #[cfg(target_os = "linux")]
+            if has_rdma() {
+                match UcxTransport::open(UcxConfig::default()) {
+                    Ok(ucx) => members.push(Arc::new(ucx)),
+                    Err(error) => tracing::warn!(%error, "a device for RDMA is here, but UCX is not"),
+                }
             }
             members.push(Arc::new(open_tcp(config)?));
             Ok(Arc::new(AutoTransport::over(members)?))
@@ -191,6 +202,13 @@ pub fn open_transport(config: &Config) -> Result<Arc<dyn Transport>, ConnectorEr
             Err(ConfigError::UnknownTransport { name, known: TRANSPORTS }.into())
         }
     }
+}
+
+/// Whether the machine has a device for remote direct memory access. Without one UCX only does over TCP what `tcp` does
+/// better.
+#[cfg(target_os = "linux")]
+fn has_rdma() -> bool {
+    std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some())
 }
 
 fn open_tcp(config: &Config) -> Result<TcpTransport, ConnectorError> {

@@ -135,7 +135,27 @@ pub enum TransportError {
         /// What was asked for.
         what: &'static str,
     },
+    /// A library that the transport is made of is missing, too old or damaged.
+    #[error("transport {transport}: {problem}")]
+    Library {
+        /// The transport asked.
+        transport: &'static str,
+        /// What is wrong with which file.
+        problem: String,
+    },
     // The fabric failed.
+    /// The fabric refused something that every operation needs.
+    #[error("transport {transport}: {operation} failed: {meaning} (code {code})")]
+    Fabric {
+        /// The transport asked.
+        transport: &'static str,
+        /// What was tried.
+        operation: &'static str,
+        /// The native code.
+        code: i64,
+        /// What the fabric says that it means.
+        meaning: String,
+    },
     /// The transport has been shut down, or its thread is gone.
     #[error("transport {transport} is closed")]
     Closed {

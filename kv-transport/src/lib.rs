@@ -11,6 +11,7 @@ pub mod rules {}
 pub mod shm;
 mod stream;
 pub mod tcp;
+pub mod ucx;
 
 pub use contract::{
     Address, Capabilities, Event, Face, MESSAGE_MAX_BYTES, OPAQUE_MAX_BYTES, OpId, PeerId, RangeSet,

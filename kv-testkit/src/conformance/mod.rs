@@ -59,6 +59,8 @@ mod t10;
 mod t11;
 mod t12;
 pub mod tcp;
+#[cfg(target_os = "linux")]
+pub mod ucx;
 
 pub use case::{CaseReport, Rule, Verdict};
 pub use child::{ChildPeer, serve_if_asked};

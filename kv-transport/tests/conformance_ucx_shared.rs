@@ -1,0 +1,16 @@
+//! The ucx transport over its shared-memory lanes against the conformance suite of the contract.
+
+use std::process::ExitCode;
+
+#[cfg(target_os = "linux")]
+fn main() -> ExitCode {
+    use kv_testkit::conformance::{self, ucx::UcxHarness};
+
+    conformance::main(&UcxHarness { lanes: "posix,self" })
+}
+
+#[cfg(not(target_os = "linux"))]
+fn main() -> ExitCode {
+    println!("ignored: this transport is for Linux");
+    ExitCode::SUCCESS
+}
