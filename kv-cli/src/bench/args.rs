@@ -50,6 +50,9 @@ pub(crate) struct BenchArgs {
     /// Pools of huge pages instead of small ones.
     #[arg(long)]
     huge_pages: bool,
+    /// The producer's pool in memory that other processes can map (`shm` then copies out of a mapping).
+    #[arg(long)]
+    shared_memory: bool,
     /// How often everything is measured, by turns.
     #[arg(long, value_name = "N", default_value_t = 5)]
     rounds: u64,
@@ -78,6 +81,7 @@ pub(crate) struct BenchArgs {
 pub(super) struct Common {
     pub(super) pool_bytes: u64,
     pub(super) huge_pages: bool,
+    pub(super) shared_memory: bool,
     pub(super) inflight: u64,
     pub(super) seed: u64,
 }
@@ -124,6 +128,7 @@ impl BenchArgs {
         let common = Common {
             pool_bytes: self.pool_bytes,
             huge_pages: self.huge_pages,
+            shared_memory: self.shared_memory,
             inflight: within("inflight", self.inflight, INFLIGHT_MAX)?,
             seed: self.seed,
         };

@@ -88,6 +88,7 @@ impl Pair {
             config: config.clone(),
             pool_bytes: common.pool_bytes,
             huge_pages: common.huge_pages,
+            shared_memory: common.shared_memory,
             seed: common.seed,
             producer: None,
             floors: false,

@@ -53,6 +53,7 @@ pub(super) fn measure(plan: &Plan, config: &Config, progress: &Progress) -> Resu
         config: config.clone(),
         pool_bytes: plan.common.pool_bytes,
         huge_pages: plan.common.huge_pages,
+        shared_memory: plan.common.shared_memory,
         seed: plan.common.seed,
         producer: None,
         floors: false,
@@ -124,7 +125,13 @@ mod tests {
     #[test]
     fn the_slowest_is_set_against_the_mean() {
         let plan = Plan {
-            common: Common { pool_bytes: 1 << 20, huge_pages: false, inflight: 1, seed: 1 },
+            common: Common {
+                pool_bytes: 1 << 20,
+                huge_pages: false,
+                shared_memory: false,
+                inflight: 1,
+                seed: 1,
+            },
             configs: vec![],
             shapes: vec![],
             rounds: 1,

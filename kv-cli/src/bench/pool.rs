@@ -3,6 +3,8 @@
 use std::io;
 
 use kv_connector::transport::Memory;
+#[cfg(target_os = "linux")]
+use kv_connector::transport::Pages;
 
 use super::pages;
 
@@ -30,6 +32,20 @@ impl Pool {
     pub(super) fn map(bytes: u64, huge: bool) -> io::Result<Self> {
         let bytes = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
         Ok(Self { memory: pages::map(bytes, huge)? })
+    }
+
+    /// Memory that other processes can map.
+    #[cfg(target_os = "linux")]
+    pub(super) fn map_shared(bytes: u64, huge: bool) -> io::Result<Self> {
+        let bytes = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let pages = if huge { Pages::Huge } else { Pages::Normal };
+        Ok(Self { memory: Memory::allocate_shared(bytes, pages).map_err(io::Error::other)? })
+    }
+
+    /// There is no such memory here.
+    #[cfg(not(target_os = "linux"))]
+    pub(super) fn map_shared(_bytes: u64, _huge: bool) -> io::Result<Self> {
+        Err(io::ErrorKind::Unsupported.into())
     }
 
     pub(super) fn bytes(&self) -> u64 {

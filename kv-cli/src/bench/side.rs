@@ -94,14 +94,18 @@ pub(super) struct Ids {
 
 impl Side {
     async fn set_up(setup: Setup) -> Result<(Self, Answer), String> {
-        let Setup { config, pool_bytes, huge_pages, seed, producer, floors } = setup;
-        let map =
-            || Pool::map(pool_bytes, huge_pages).map_err(|e| format!("a pool of {pool_bytes} bytes: {e}"));
+        let Setup { config, pool_bytes, huge_pages, shared_memory, seed, producer, floors } = setup;
+        let failed = |e| format!("a pool of {pool_bytes} bytes: {e}");
+        let map = || Pool::map(pool_bytes, huge_pages).map_err(failed);
         let fill = |pool: &Pool| pool.fill().map_err(|e| format!("fill a pool: {e}"));
-        let pool = map()?;
+        let pool = if shared_memory && producer.is_none() {
+            Pool::map_shared(pool_bytes, huge_pages).map_err(failed)?
+        } else {
+            map()?
+        };
         let transport = open_transport(&config).map_err(|e| e.to_string())?;
         let region = transport.register(pool.memory.clone()).map_err(|e| e.to_string())?;
-        let lane = transport.name().to_owned();
+        let mut lane = transport.name().to_owned();
         let mut side =
             Self { transport, pool, region, source: None, twin: None, draws: Draws::new(seed), ops: 0 };
         let producer = match producer {
@@ -117,6 +121,14 @@ impl Side {
             Some(at) => {
                 side.pool.poison().map_err(|e| format!("fill a pool: {e}"))?;
                 side.source = Some(side.connect(at).await?);
+                // What carries the bytes is known once some were carried.
+                let shape = Shape { block_bytes: 4096, blocks: 1 };
+                let job = Job { way: Way::Transport, shape, inflight: 1 };
+                let ids = side.draw(&job);
+                side.read(&job, &ids).await?;
+                let peer = side.source.as_ref().map(|source| source.peer);
+                lane = peer.and_then(|peer| side.transport.lane(peer)).unwrap_or(lane);
+                side.pool.poison().map_err(|e| format!("fill a pool: {e}"))?;
                 None
             }
         };

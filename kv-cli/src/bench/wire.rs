@@ -11,6 +11,8 @@ pub(super) struct Setup {
     pub(super) config: Config,
     pub(super) pool_bytes: u64,
     pub(super) huge_pages: bool,
+    /// Whether a producer's pool is memory that other processes can map.
+    pub(super) shared_memory: bool,
     pub(super) seed: u64,
     /// The producer to read from; a producer has none.
     pub(super) producer: Option<ProducerAt>,
