@@ -187,8 +187,9 @@ pub fn open_transport(config: &Config) -> Result<Arc<dyn Transport>, ConnectorEr
                 Ok(shm) => members.push(Arc::new(shm)),
                 Err(error) => tracing::warn!(%error, "no shared memory; peers are reached in other ways"),
             }
+            // It listens on every interface; who wants to stay on this host does not want that.
             #[cfg(target_os = "linux")]
-            if has_rdma() {
+            if has_rdma() && !resolve(&config.transport_host)?.ip().is_loopback() {
                 match UcxTransport::open(UcxConfig::default()) {
                     Ok(ucx) => members.push(Arc::new(ucx)),
                     Err(error) => tracing::warn!(%error, "a device for RDMA is here, but UCX is not"),

@@ -3,9 +3,11 @@
 import json
 import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -474,8 +476,8 @@ def test_the_measurement_of_a_step_runs(monkeypatch, capsys):
 class Both(SimpleNamespace):
     """P and D, and a router that asks both at once."""
 
-    def __init__(self, **options):
-        p, d = Engine("p", rendezvous_port=0), Engine("d", **options)
+    def __init__(self, p=None, **options):
+        p, d = Engine("p", rendezvous_port=0, **(p or {})), Engine("d", **options)
         super().__init__(p=p, d=d, address=f"http://127.0.0.1:{p.scheduler._scheduler._rendezvous.port}")
 
     def for_p(self):
@@ -563,11 +565,77 @@ def test_asked_at_once_a_client_that_left_gives_the_late_offer_back():
     both = Both()
     request = both.ask_d()
     assert aborted(both.d, request) == (False, None)
-    assert both.d.scheduler.has_pending_push_work()
+    assert not both.d.scheduler.has_pending_push_work(), "nothing is to be done while P computes"
     assert both.prefill()
+    until(both.d.scheduler.has_pending_push_work)
     until(lambda: both.p.sent == {"pr"}, both.p, both.d)
     assert both.p.stats.data["leases_ended"] == {"released": 1} and not both.d.received
     until(lambda: not both.d.scheduler.has_pending_push_work(), both.d)
+
+
+def test_asked_at_once_an_offer_is_told_no_longer_than_its_lease_lives():
+    both = Both(p=dict(lease_ttl_ms=300, lease_renewal_ms=300))
+    assert both.prefill()
+    until(lambda: both.p.sent == {"pr"}, both.p)
+    assert both.matched(both.ask_d()) == (0, False)
+    # Nor after the blocks have lost their meaning, nor in place of a later one of the same name.
+    other = Both()
+    assert other.prefill()
+    other.p.scheduler.reset_cache()
+    assert other.matched(other.ask_d()) == (0, False)
+    other.d.step()
+    assert other.d.stats.data["offers_missed"] == 1
+    again = a_request("pr2", PROMPT, other.for_p())
+    other.p.scheduler.on_new_request(again)
+    request = other.ask_d()
+    assert other.d.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    other.p.step()
+    again.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+    other.p.scheduler.request_finished_all_groups(again, ([4, 5, 6],))
+    other.p.step()
+    assert other.matched(request) == (len(PROMPT), True)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"state": "offered", "kv_transfer_params": {"do_remote_decode": True}},
+        {"state": "offered", "kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": True}},
+        {"state": "offered", "kv_transfer_params": [1]},
+        {"state": "other"},
+        {"state": "promised"},
+        [1, 2],
+    ],
+)
+def test_asked_at_once_a_stranger_that_answers_anything_costs_its_request_a_limit(answer):
+    body = json.dumps(answer | {"engine_id": "p"} if isinstance(answer, dict) else answer).encode()
+    asked = []
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(time.monotonic())
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stranger)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        both = Both(rendezvous_wait_ms=600)
+        request = both.ask_d(remote_bootstrap_addr=f"http://127.0.0.1:{server.server_port}")
+        assert both.matched(request) == (0, False)
+        # It is asked again with pauses, whatever it does.
+        assert 1 <= len(asked) <= 8
+        # And D has become no producer by it.
+        request.status = SimpleNamespace(name="FINISHED_STOPPED")
+        assert both.d.scheduler.request_finished_all_groups(request, ([1, 2, 3],)) == (False, None)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize(

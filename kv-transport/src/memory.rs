@@ -31,6 +31,16 @@ pub enum MemoryError {
         /// The length asked for.
         bytes: usize,
     },
+    /// The system refused a step on the way to shared memory.
+    #[error("the system would not {operation} {bytes} bytes of shared KV memory (os error {code})")]
+    System {
+        /// What was tried.
+        operation: &'static str,
+        /// The length asked for.
+        bytes: usize,
+        /// The system's own number.
+        code: i32,
+    },
     /// An access beyond the end.
     #[error("bytes {offset}+{len} are beyond the {size} bytes of this memory")]
     OutOfRange {
@@ -115,28 +125,36 @@ impl Memory {
     }
 
     /// Allocates zeroed memory that processes of this host can map, if a transport hands it to them: the `shm` transport
-    /// then copies straight out of it. Its pages are touched here, so that later use finds them.
+    /// then copies straight out of it. Needs Linux 5.1.
     ///
-    /// Nobody can make it shorter, so whoever maps it is safe from a missing page.
+    /// Nobody can make it shorter, or write it but through this value: so whoever maps it is safe from a missing page, and the
+    /// owner from its readers.
     #[cfg(target_os = "linux")]
     pub fn allocate_shared(bytes: usize, pages: Pages) -> Result<Self, MemoryError> {
         use rustix::fs::{MemfdFlags, SealFlags};
         use rustix::mm::{MapFlags, ProtFlags};
 
-        /// Size of a huge page; the system's default on the machines that this is for.
+        /// Size of a huge page that is asked for.
         const HUGE_BYTES: usize = 2 << 20;
         let unit = if pages == Pages::Huge { HUGE_BYTES } else { PAGE_BYTES };
         let mapped = bytes.checked_next_multiple_of(unit).filter(|mapped| isize::try_from(*mapped).is_ok());
         let mapped = mapped.filter(|_| bytes > 0).ok_or(MemoryError::BadLength { bytes })?;
-        let refused = |_| MemoryError::OutOfMemory { bytes };
+        let refused = |operation| {
+            move |error: rustix::io::Errno| MemoryError::System {
+                operation,
+                bytes,
+                code: error.raw_os_error(),
+            }
+        };
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         if pages == Pages::Huge {
-            flags |= MemfdFlags::HUGETLB;
+            flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
         }
-        let file = rustix::fs::memfd_create("kv-memory", flags).map_err(refused)?;
-        rustix::fs::ftruncate(&file, mapped as u64).map_err(refused)?;
-        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-            .map_err(refused)?;
+        // Some systems demand the word that nothing will be executed; older ones do not know it.
+        let file = rustix::fs::memfd_create("kv-memory", flags | MemfdFlags::NOEXEC_SEAL)
+            .or_else(|_| rustix::fs::memfd_create("kv-memory", flags))
+            .map_err(refused("make a file for"))?;
+        rustix::fs::ftruncate(&file, mapped as u64).map_err(refused("size a file for"))?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at a place of the system's choice replaces nothing.
         let base = unsafe {
@@ -149,8 +167,14 @@ impl Memory {
                 0,
             )
         };
-        let base = base.map_err(refused)?.cast();
-        Ok(Self(Arc::new(Inner { base, len: bytes, backing: Backing::Shared { file, mapped } })))
+        let base = base.map_err(refused("map"))?.cast();
+        let inner = Inner { base, len: bytes, backing: Backing::Shared { file, mapped } };
+        if let Backing::Shared { file, .. } = &inner.backing {
+            // From here on only this mapping writes; whoever gets the file can neither write, nor punch holes, nor cut it.
+            let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
+            rustix::fs::fcntl_add_seals(file, seals).map_err(refused("seal"))?;
+        }
+        Ok(Self(Arc::new(inner)))
     }
 
     /// The file behind shared memory, whose first byte is this memory's, and its length in whole pages.
@@ -257,6 +281,8 @@ mod tests {
         assert!(memory.write(9_999, &[1, 2]).is_err());
         let (file, _) = memory.shared_file().unwrap();
         assert!(rustix::fs::ftruncate(file, 0).is_err(), "somebody could cut it under a reader");
+        assert!(rustix::io::write(file, b"x").is_err(), "whoever gets the file could write it");
+        memory.write(0, b"x").unwrap();
         for bytes in [0, usize::MAX] {
             let refused = Memory::allocate_shared(bytes, Pages::Normal).unwrap_err();
             assert_eq!(refused, MemoryError::BadLength { bytes });

@@ -50,6 +50,12 @@ pub enum WorkerError {
         /// The kind of failure.
         kind: std::io::ErrorKind,
     },
+    /// The transport could not say by which other names it can be reached.
+    #[error("the transport does not say how it can be reached: {source}")]
+    Faces {
+        /// The transport's words.
+        source: TransportError,
+    },
     /// The driver's thread has ended: shut down, or its transport closed.
     #[error("the worker has ended")]
     Ended,
@@ -113,7 +119,7 @@ impl Worker {
             address: transport.address().as_bytes().to_vec(),
             keys,
         }];
-        let faces = transport.faces(&regions).map_err(|source| WorkerError::Register { index: 0, source })?;
+        let faces = transport.faces(&regions).map_err(|source| WorkerError::Faces { source })?;
         transports.extend(faces.into_iter().map(|face| TransportCard {
             name: face.name.to_owned(),
             address: face.address.as_bytes().to_vec(),

@@ -41,25 +41,36 @@ pub struct AutoTransport {
 
 impl AutoTransport {
     /// Over these transports, the best first. Refuses none at all, and two of one name.
-    pub fn over(members: Vec<Arc<dyn Transport>>) -> Result<Self, TransportError> {
+    pub fn over(mut members: Vec<Arc<dyn Transport>>) -> Result<Self, TransportError> {
         let bad = |what| TransportError::BadConfig { transport: NAME, what };
-        let addresses: List = members
-            .iter()
-            .map(|member| (member.name().to_owned(), member.address().as_bytes().to_vec()))
-            .collect();
-        if members.is_empty() {
-            return Err(bad("it has no transport to use"));
+        loop {
+            let addresses: List = members
+                .iter()
+                .map(|member| (member.name().to_owned(), member.address().as_bytes().to_vec()))
+                .collect();
+            if members.is_empty() {
+                return Err(bad("it has no transport to use"));
+            }
+            if addresses.len() < members.len() {
+                return Err(bad("two of its transports have the same name"));
+            }
+            let bytes = codec::encode(Tag::Address, &addresses).ok_or(bad("an address is too long"))?;
+            match Address::from_bytes(bytes) {
+                Ok(address) => {
+                    return Ok(Self { address, state: Mutex::default(), news: Notify::new(), members });
+                }
+                Err(error) => {
+                    // Rather one way less than none at all.
+                    let longest = (0..members.len()).max_by_key(|at| members[*at].address().as_bytes().len());
+                    let left_out = longest.filter(|_| members.len() > 1).map(|at| members.remove(at));
+                    let left_out = left_out.ok_or(error)?;
+                    tracing::warn!(
+                        transport = left_out.name(),
+                        "left out: its address leaves no room for others"
+                    );
+                }
+            }
         }
-        if addresses.len() < members.len() {
-            return Err(bad("two of its transports have the same name"));
-        }
-        let bytes = codec::encode(Tag::Address, &addresses).ok_or(bad("an address is too long"))?;
-        Ok(Self {
-            address: Address::from_bytes(bytes)?,
-            state: Mutex::default(),
-            news: Notify::new(),
-            members,
-        })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -178,8 +189,18 @@ impl Transport for AutoTransport {
         for (member, region) in self.members.iter().zip(theirs) {
             keys.insert(member.name().to_owned(), member.key(region)?.as_bytes().to_vec());
         }
-        let bytes = codec::encode(Tag::Key, &keys).ok_or(TransportError::BadKey { transport: NAME })?;
-        RegionKey::from_bytes(bytes)
+        loop {
+            let bytes = codec::encode(Tag::Key, &keys).ok_or(TransportError::BadKey { transport: NAME })?;
+            match RegionKey::from_bytes(bytes) {
+                Ok(key) => return Ok(key),
+                Err(error) => {
+                    let longest = keys.iter().max_by_key(|(_, key)| key.len()).map(|(name, _)| name.clone());
+                    let name = longest.filter(|_| keys.len() > 1).ok_or(error)?;
+                    tracing::warn!(transport = name, %region, "left out of a key: there is no room for it");
+                    keys.remove(&name);
+                }
+            }
+        }
     }
 
     fn deregister(&self, region: RegionId) -> Result<(), TransportError> {
@@ -221,8 +242,12 @@ impl Transport for AutoTransport {
 
     fn disconnect(&self, peer: PeerId) -> Result<(), TransportError> {
         self.open()?;
-        let (member, theirs) = self.lock().leave(peer)?;
-        self.members[member].disconnect(theirs).map_err(|_| TransportError::UnknownPeer { peer })
+        let (member, theirs, may_have_failed) = self.lock().leave(peer)?;
+        match self.members[member].disconnect(theirs) {
+            // Its failure is about to be told, and ends this peer as well.
+            Err(_) if may_have_failed => Ok(()),
+            other => other.map_err(|_| TransportError::UnknownPeer { peer }),
+        }
     }
 
     fn read(&self, mut request: ReadRequest) -> Result<(), TransportError> {

@@ -106,7 +106,7 @@ impl State {
 
     /// What to try next; if there is nothing, the peer is lost, and that is told.
     pub(super) fn attempt(&mut self, peer: PeerId, now: Instant) -> Option<Attempt> {
-        let Some(Route::Connecting { left, deadline, reason, .. }) = self.peers.get_mut(&peer) else {
+        let Some(Route::Connecting { left, deadline, reason, failed, .. }) = self.peers.get_mut(&peer) else {
             return None;
         };
         let rest = deadline.saturating_duration_since(now);
@@ -116,6 +116,7 @@ impl State {
             return Some(Attempt { member, address, limit: share });
         }
         let reason = reason.take().unwrap_or(NONE_LEFT);
+        tracing::info!(%peer, failed = failed.join("; "), "a peer is reached by no transport");
         self.peers.remove(&peer);
         self.events.push_back(Event::PeerLost { peer, reason });
         None
@@ -154,17 +155,18 @@ impl State {
         }
     }
 
-    pub(super) fn leave(&mut self, peer: PeerId) -> Result<(usize, PeerId), TransportError> {
+    /// Begins to let go of a peer. Which member is to be told, and whether that may fail because it has just told a failure.
+    pub(super) fn leave(&mut self, peer: PeerId) -> Result<(usize, PeerId, bool), TransportError> {
         let unknown = TransportError::UnknownPeer { peer };
         match self.peers.get_mut(&peer) {
             Some(Route::Standing { member, theirs, leaving, .. }) if !*leaving => {
                 *leaving = true;
-                Ok((*member, *theirs))
+                Ok((*member, *theirs, false))
             }
             Some(Route::Connecting { left, current: Some(current), leaving, .. }) if !*leaving => {
                 *leaving = true;
                 left.clear();
-                Ok(*current)
+                Ok((current.0, current.1, true))
             }
             _ => Err(unknown),
         }
@@ -172,6 +174,7 @@ impl State {
 
     /// A member lost a peer. `None` if something else is to be tried.
     pub(super) fn lost(&mut self, peer: PeerId, why: LossReason, words: String) -> Option<Event> {
+        let mut why = why;
         match self.peers.get_mut(&peer)? {
             Route::Connecting { current, failed, reason, leaving, .. } => {
                 if let Some(name) = current.take() {
@@ -181,6 +184,9 @@ impl State {
                     failed.push(words);
                     *reason = Some(why);
                     return None;
+                }
+                if *leaving {
+                    why = LossReason::Disconnected;
                 }
             }
             Route::Standing { member, theirs, .. } => {
@@ -242,6 +248,9 @@ impl State {
         }
         regions.sort_unstable();
         regions.dedup();
+        if let Some(region) = regions.iter().find(|region| !self.regions.contains_key(region)) {
+            return Err(TransportError::UnknownRegion { region: *region });
+        }
         for region in &regions {
             if let Some(entry) = self.regions.get_mut(region) {
                 entry.reads += 1;

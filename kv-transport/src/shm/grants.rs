@@ -34,6 +34,7 @@ use crate::error::LossReason;
 use crate::memory::Memory;
 use crate::stream::establish::unix;
 use crate::stream::key::{Key, Nonce};
+use crate::stream::socket::same_user;
 
 const MAGIC: [u8; 8] = *b"kvSHM\r\n\x01";
 const FRAME_BYTES: usize = 64;
@@ -73,37 +74,55 @@ struct Grant {
 pub(super) struct Grants {
     nonce: Nonce,
     registry: Registry,
-    regions: Mutex<HashMap<RegionId, Grant>>,
+    state: Mutex<State>,
+    /// A process that was forked off must not take its parent's regions off.
+    process: u32,
+}
+
+#[derive(Default)]
+struct State {
+    regions: HashMap<RegionId, Grant>,
+    closed: bool,
 }
 
 impl Grants {
     pub(super) fn new(nonce: Nonce, registry: Registry) -> Self {
-        Self { nonce, registry, regions: Mutex::new(HashMap::new()) }
+        Self { nonce, registry, state: Mutex::default(), process: std::process::id() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<RegionId, Grant>> {
-        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lists a region. One that finds no room is read over the connection.
     pub(super) fn add(&self, region: RegionId, nonce: u64, memory: Memory) {
+        let mut state = self.lock();
+        if state.closed {
+            return;
+        }
         match self.registry.list(nonce) {
-            Some(slot) => drop(self.lock().insert(region, Grant { nonce, memory, slot })),
+            Some(slot) => drop(state.regions.insert(region, Grant { nonce, memory, slot })),
             None => tracing::warn!(%region, "too many regions to list; this one is read over the connection"),
         }
     }
 
-    /// Takes a region off; its memory may go when this returns. Gives back what [`Grants::add`] wants.
-    pub(super) fn remove(&self, region: RegionId) -> Option<(u64, Memory)> {
-        let grant = self.lock().remove(&region)?;
-        self.registry.strike(grant.slot);
-        Some((grant.nonce, grant.memory))
+    /// Takes a region off; until this returns its memory is held here.
+    pub(super) fn remove(&self, region: RegionId) {
+        let grant = self.lock().regions.remove(&region);
+        if let Some(grant) = grant {
+            self.registry.strike(grant.slot);
+        }
     }
 
-    /// Takes all off: the transport ends.
+    /// Takes all off, for good: the transport ends.
     pub(super) fn clear(&self) {
+        if std::process::id() != self.process {
+            return;
+        }
+        let mut state = self.lock();
+        state.closed = true;
         self.registry.strike_all();
-        self.lock().clear();
+        state.regions.clear();
     }
 
     fn answer(&self, question: Question) -> io::Result<Answer> {
@@ -116,8 +135,8 @@ impl Grants {
                 return Ok(Answer::File { file, slot: 0, len, mapped: len, place });
             }
             Question::Region(key) => {
-                let regions = self.lock();
-                let grant = regions.get(&RegionId(key.region)).filter(|grant| grant.nonce == key.nonce);
+                let state = self.lock();
+                let grant = state.regions.get(&RegionId(key.region)).filter(|grant| grant.nonce == key.nonce);
                 let Some(grant) = grant else { return Ok(Answer::None) };
                 (memory, slot) = (grant.memory.clone(), grant.slot);
                 place = memory.base() as u64;
@@ -159,7 +178,7 @@ impl Grants {
     }
 
     async fn serve_one(&self, mut stream: UnixStream) -> io::Result<()> {
-        check_user(&stream)?;
+        same_user(&stream)?;
         let mut bytes = [0; FRAME_BYTES];
         stream.read_exact(&mut bytes).await?;
         let answer = match decode_question(&bytes, self.nonce) {
@@ -172,18 +191,8 @@ impl Grants {
 
 impl std::fmt::Debug for Grants {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Grants").field("regions", &self.lock().len()).finish_non_exhaustive()
+        f.debug_struct("Grants").field("regions", &self.lock().regions.len()).finish_non_exhaustive()
     }
-}
-
-/// Only processes of the same user see each other's memory.
-fn check_user(stream: &UnixStream) -> io::Result<()> {
-    let (theirs, ours) = (stream.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
-    if theirs == ours {
-        return Ok(());
-    }
-    tracing::warn!(theirs, ours, "a process of another user asks for memory, and gets none");
-    Err(io::ErrorKind::PermissionDenied.into())
 }
 
 /// Asks the instance that listens at a name; also says which process that is, 0 if it cannot be seen from here.
@@ -191,7 +200,7 @@ pub(super) async fn ask(name: &[u8], nonce: Nonce, question: Question) -> Result
     let failed =
         |error: io::Error| LossReason::Unreachable { kind: error.kind(), code: error.raw_os_error() };
     let mut stream = unix(name)?;
-    check_user(&stream).map_err(failed)?;
+    same_user(&stream).map_err(failed)?;
     let pid = stream.peer_cred().map_err(failed)?.pid().unwrap_or(0);
     stream.write_all(&encode_question(question, nonce)).await.map_err(failed)?;
     let answer = receive(&stream).await.map_err(failed)?;

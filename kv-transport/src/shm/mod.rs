@@ -43,6 +43,8 @@ use crate::tcp::TcpConfig;
 
 /// The word by which a configuration names this transport.
 const NAME: &str = "shm";
+/// How long a drop waits for the thread that copies.
+const DROP_LIMIT: Duration = Duration::from_secs(2);
 /// Connections that the system keeps until they are accepted.
 const BACKLOG: i32 = 1024;
 
@@ -98,23 +100,26 @@ impl ShmConfig {
     }
 }
 
+/// The thread that copies, and how its end is known.
+struct Copier {
+    thread: JoinHandle<()>,
+    ended: std::sync::mpsc::Receiver<()>,
+}
+
 /// A [`Transport`] between processes of one host. See the [module](self).
 pub struct ShmTransport {
     core: Core,
     address: Address,
     host: [u8; 16],
-    one_sided: bool,
     grants: Arc<Grants>,
     peers: Arc<Peers>,
-    copier: Mutex<Option<JoinHandle<()>>>,
+    copier: Mutex<Option<Copier>>,
 }
 
 impl ShmTransport {
     /// Listens, and starts the threads. From now on peers can connect.
     pub fn bind(config: ShmConfig) -> Result<Self, TransportError> {
         let limits = config.limits()?;
-        // What is not shared has to be read out of the process.
-        let one_sided = config.read_process;
         let place = Whereabouts::draw()?;
         let mut probe = [0; 16];
         getrandom::fill(&mut probe).map_err(|error| no_randomness(&error))?;
@@ -137,30 +142,29 @@ impl ShmTransport {
         let core = Core::start(limits, place.nonce, local, listen)?;
         let peers = made.ok_or(TransportError::Closed { transport: NAME })?;
         let copying = Arc::clone(&peers);
-        let copier = std::thread::Builder::new()
+        let (running, ended) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::Builder::new()
             .name("kv-shm-copy".into())
-            .spawn(move || copying.run())
+            .spawn(move || {
+                copying.run();
+                drop(running);
+            })
             .map_err(|error| system("start", "thread kv-shm-copy", &error))?;
+        let copier = Copier { thread, ended };
         let address = place.encode()?;
-        Ok(Self {
-            core,
-            address,
-            host: place.host,
-            one_sided,
-            grants,
-            peers,
-            copier: Mutex::new(Some(copier)),
-        })
+        Ok(Self { core, address, host: place.host, grants, peers, copier: Mutex::new(Some(copier)) })
     }
 
     fn end(&self) {
         self.grants.clear();
         self.peers.close();
         let copier = self.copier.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // It ends after the piece that it copies, unless it is this thread's own caller.
-        if let Some(copier) = copier.filter(|copier| copier.thread().id() != std::thread::current().id()) {
+        // It ends after the piece that it copies. Should the system keep it in a page of a peer's that never comes, it is left.
+        if let Some(copier) = copier
+            && copier.ended.recv_timeout(DROP_LIMIT) != Err(std::sync::mpsc::RecvTimeoutError::Timeout)
+        {
             // A panic of the thread must not become the dropper's; its jobs end with their peers.
-            copier.join().ok();
+            copier.thread.join().ok();
         }
     }
 }
@@ -178,11 +182,7 @@ impl Transport for ShmTransport {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            message_max_bytes: MESSAGE_MAX_BYTES,
-            one_sided: self.one_sided,
-            ..Capabilities::basic()
-        }
+        Capabilities { message_max_bytes: MESSAGE_MAX_BYTES, ..Capabilities::basic() }
     }
 
     fn address(&self) -> Address {
@@ -207,13 +207,10 @@ impl Transport for ShmTransport {
     }
 
     fn deregister(&self, region: RegionId) -> Result<(), TransportError> {
-        // Off the page first, while the memory is still held.
-        let listed = self.grants.remove(region);
-        let done = self.core.shared.deregister(region);
-        if let (Err(_), Some((nonce, memory))) = (&done, listed) {
-            self.grants.add(region, nonce, memory);
-        }
-        done
+        // Between the two the region is still listed, and its memory still held.
+        self.core.shared.deregister(region)?;
+        self.grants.remove(region);
+        Ok(())
     }
 
     fn connect(&self, address: &Address, limit: Duration) -> Result<PeerId, TransportError> {

@@ -14,7 +14,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::ShmConfig;
 use super::grants::{Answer, Question, ask};
-use super::registry::Listing;
+use super::registry::{Listing, Probe, REGISTRY_BYTES};
 use super::window::{RANGES_MAX, Window, copy_process, read_process};
 use crate::contract::{OpId, PeerId, RangeSet, ReadLimits, ReadOutcome};
 use crate::error::{LossReason, ReadError};
@@ -67,7 +67,12 @@ struct Peer {
     /// Becomes readable when the process ends.
     life: Option<OwnedFd>,
     listing: Listing,
+    /// Where its probe lies, and what it is.
+    probe_at: u64,
+    probe: Probe,
     regions: Mutex<HashMap<Key, Known>>,
+    /// One question at a time: whoever waits behind it finds the answer.
+    asking: tokio::sync::Mutex<()>,
 }
 
 impl Peer {
@@ -79,7 +84,8 @@ impl Peer {
     fn lives(&self) -> bool {
         let Some(life) = &self.life else { return true };
         let mut fds = [PollFd::new(life, PollFlags::IN)];
-        matches!(poll(&mut fds, Some(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(0))
+        let at_once = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        matches!(rustix::io::retry_on_intr(|| poll(&mut fds, Some(&at_once))), Ok(0))
     }
 }
 
@@ -97,6 +103,7 @@ struct Job {
     serial: u64,
     of: PeerId,
     peer: Arc<Peer>,
+    regions: HashMap<Key, Arc<Region>>,
     deadline: Instant,
     stall: Duration,
     progress: Mutex<Progress>,
@@ -114,8 +121,10 @@ struct State {
     jobs: HashMap<(OpId, u64), Arc<Job>>,
     /// Jobs with something left to copy. They take turns.
     queue: VecDeque<Arc<Job>>,
-    /// Reads that wait for a peer's answer, with their number of ranges. One that is cancelled is no longer here.
-    waiting: HashMap<(OpId, u64), usize>,
+    /// Reads that wait for an answer of this peer, with their number of ranges. One that is cancelled is no longer here.
+    waiting: HashMap<(OpId, u64), (PeerId, usize)>,
+    /// Peers that are gone. What was mapped of them is given back by the copying thread, since that can take long.
+    gone: Vec<Arc<Peer>>,
     closed: bool,
 }
 
@@ -169,8 +178,15 @@ impl Peers {
         loop {
             let job = {
                 let state = self.lock();
-                let idle = |state: &mut State| state.queue.is_empty() && !state.closed;
+                let idle =
+                    |state: &mut State| state.queue.is_empty() && state.gone.is_empty() && !state.closed;
                 let mut state = self.work.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
+                let gone = std::mem::take(&mut state.gone);
+                if !gone.is_empty() && !state.closed {
+                    drop(state);
+                    drop(gone);
+                    continue;
+                }
                 match state.queue.pop_front() {
                     // What is left at the end ends with its peers.
                     Some(job) if !state.closed => job,
@@ -198,7 +214,7 @@ impl Peers {
             let progress = &mut *progress;
             match progress.plan.cut(&mut progress.cursor, TURN_BYTES, RANGES_MAX) {
                 None => Ok(None),
-                Some(cut) => copy(&job.peer, &cut).map(|()| Some(cut.interval)),
+                Some(cut) => copy(job, &cut).map(|()| Some(cut.interval)),
             }
         };
         let result = match step {
@@ -230,62 +246,80 @@ impl Peers {
         }
     }
 
-    /// Finds out how to reach what a key names.
-    async fn find(&self, peer: &Peer, key: Key) -> Known {
+    /// Finds out how to reach what a key names. `None`: not now; the connection carries this read, and the next one asks again.
+    async fn find(&self, peer: &Peer, key: Key) -> Option<Known> {
         let answer = match ask(&peer.grants, peer.nonce, Question::Region(key)).await {
             Ok((answer, _)) => answer,
             Err(reason) => {
                 tracing::debug!(%reason, "a peer does not say where a region is");
-                return Known::Carried;
+                return None;
             }
         };
-        let (reach, len, slot) = match answer {
-            Answer::File { file, slot, len, mapped, .. } if self.config.map => {
-                let mapped = usize::try_from(mapped).map_err(|_| io::ErrorKind::OutOfMemory.into());
-                match mapped.and_then(|mapped| Window::open(file, mapped)) {
-                    Ok(window) => (Reach::Window(window), len, slot),
-                    Err(error) => {
-                        tracing::warn!(%error, len, "a peer's memory cannot be mapped; the socket carries it");
-                        return Known::Carried;
-                    }
-                }
+        let (window, slot, len, place) = match answer {
+            Answer::None => return None,
+            Answer::Place { slot, len, place } => (None, slot, len, place),
+            Answer::File { file, slot, len, mapped, place } => {
+                let window = self.config.map.then(|| open(file, len, mapped)).and_then(|opened| {
+                    opened
+                        .inspect_err(|error| tracing::warn!(%error, len, "a peer's memory cannot be mapped"))
+                        .ok()
+                });
+                (window, slot, len, place)
             }
-            Answer::File { slot, len, place, .. } | Answer::Place { slot, len, place } if peer.readable => {
-                (Reach::Process { place }, len, slot)
-            }
-            Answer::File { .. } | Answer::Place { .. } | Answer::None => return Known::Carried,
         };
-        Known::Region(Arc::new(Region { reach, len, slot }))
+        let reach = match window {
+            Some(window) => Reach::Window(window),
+            // Not all memory of a process can be read so, such as that of devices.
+            None if peer.readable && len > 0 && can_read(peer.pid, place, len) => Reach::Process { place },
+            None => return Some(Known::Carried),
+        };
+        Some(Known::Region(Arc::new(Region { reach, len, slot })))
     }
 }
 
+/// Maps a peer's file, of which it says that it is so long; no longer one than a region of that length needs.
+fn open(file: OwnedFd, len: u64, mapped: u64) -> io::Result<Window> {
+    const HUGE_BYTES: u64 = 2 << 20;
+    let most = len.checked_next_multiple_of(HUGE_BYTES);
+    match usize::try_from(mapped) {
+        Ok(bytes) if most.is_some_and(|most| mapped <= most) => Window::open(file, bytes),
+        _ => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+/// Whether the ends of a region can be read out of its process.
+fn can_read(pid: i32, place: u64, len: u64) -> bool {
+    let mut byte = [0];
+    let last = place.checked_add(len - 1);
+    [Some(place), last].into_iter().all(|at| at.is_some_and(|at| read_process(pid, at, &mut byte).is_ok()))
+}
+
 /// Copies one piece, and makes sure that it counts.
-fn copy(peer: &Peer, cut: &Cut) -> Result<(), ReadError> {
-    let region = match peer.regions().get(&cut.key) {
-        Some(Known::Region(region)) => Arc::clone(region),
-        Some(Known::Carried) | None => return Err(ReadError::UnknownKey),
-    };
+fn copy(job: &Job, cut: &Cut) -> Result<(), ReadError> {
+    let peer = &job.peer;
+    let region = job.regions.get(&cut.key).ok_or(ReadError::UnknownKey)?;
     let inside =
         |(offset, len): &(u64, u32)| offset.checked_add(u64::from(*len)).is_some_and(|end| end <= region.len);
     if !cut.remote.iter().all(inside) {
         return Err(ReadError::RemoteRange);
     }
-    if !peer.listing.has(region.slot, cut.key.nonce) {
-        peer.regions().remove(&cut.key);
-        return Err(ReadError::UnknownKey);
-    }
+    let registered = || {
+        let listed = peer.listing.has(region.slot, cut.key.nonce);
+        if !listed {
+            peer.regions().remove(&cut.key);
+        }
+        listed.then_some(()).ok_or(ReadError::UnknownKey)
+    };
+    registered()?;
     let copied = match &region.reach {
         Reach::Window(window) => window.copy(cut),
-        Reach::Process { place } => copy_process(peer.pid, *place, cut),
+        Reach::Process { place } => copy_process(peer.pid, *place, cut, peer.probe_at, &peer.probe),
     };
     // After the copy: what is registered now was so all the while, and who lives now is the one that was read.
-    if !peer.listing.has(region.slot, cut.key.nonce) {
-        peer.regions().remove(&cut.key);
-        return Err(ReadError::UnknownKey);
-    }
-    // A process that is just ending has no memory any more, although it is still there.
-    let ending = matches!(&copied, Err(error) if error.raw_os_error() == Some(libc::ESRCH));
-    if ending || !peer.lives() {
+    registered()?;
+    // A process that is just ending, or runs another program by now, is not the one that was asked for.
+    let ended = matches!(&copied, Err(error) if error.raw_os_error() == Some(libc::ESRCH));
+    if ended || !peer.lives() {
         return Err(ReadError::PeerLost(LossReason::ClosedByPeer));
     }
     copied.map_err(|error| ReadError::Fabric { code: error.raw_os_error().map_or(-1, i64::from) })
@@ -298,22 +332,33 @@ impl LocalPath for Peers {
             let grants = super::address::grants_of(name);
             let (answer, pid) = ask(&grants, target.nonce, Question::Registry).await?;
             let broken = LossReason::Protocol("it does not say what is registered");
-            let Answer::File { file, mapped, place, .. } = answer else { return Err(broken) };
-            let window = usize::try_from(mapped).ok().and_then(|mapped| Window::open(file, mapped).ok());
+            let Answer::File { file, place: probe_at, .. } = answer else { return Err(broken) };
+            let window = Window::open(file, REGISTRY_BYTES).ok();
             let Some(listing) = window.and_then(Listing::new) else { return Err(broken) };
             let life = rustix::process::Pid::from_raw(pid)
                 .and_then(|pid| rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok());
-            let mut probe = [0; 16];
+            let probe = listing.probe();
+            let mut found = Probe::default();
             let readable = self.config.read_process && life.is_some() && {
-                let read = read_process(pid, place, &mut probe);
+                let read = read_process(pid, probe_at, &mut found);
                 if let Err(error) = &read {
                     tracing::info!(%error, pid, "the system does not let us read the memory of this process");
                 }
-                read.is_ok() && probe == listing.probe()
+                read.is_ok() && found == probe
             };
             tracing::debug!(%peer, pid, readable, "a peer's memory is in reach");
-            let regions = Mutex::default();
-            let found = Peer { grants, nonce: target.nonce, pid, readable, life, listing, regions };
+            let found = Peer {
+                grants,
+                nonce: target.nonce,
+                pid,
+                readable,
+                life,
+                listing,
+                probe_at,
+                probe,
+                regions: Mutex::default(),
+                asking: tokio::sync::Mutex::new(()),
+            };
             self.lock().peers.insert(peer, Arc::new(found));
             Ok(())
         })
@@ -322,14 +367,15 @@ impl LocalPath for Peers {
     fn take(&self, of: PeerId, read: AcceptedRead) -> Taken {
         let mut state = self.lock();
         let Some(peer) = state.peers.get(&of).cloned() else { return Taken::No(read) };
+        let mut regions = HashMap::new();
         let (mut unknown, mut carried) = (false, false);
         {
-            let regions = peer.regions();
+            let known = peer.regions();
             for key in read.plan.keys() {
-                match regions.get(&key) {
+                match known.get(&key) {
                     None => unknown = true,
                     Some(Known::Carried) => carried = true,
-                    Some(Known::Region(_)) => {}
+                    Some(Known::Region(region)) => drop(regions.insert(key, Arc::clone(region))),
                 }
             }
         }
@@ -337,7 +383,7 @@ impl LocalPath for Peers {
             return Taken::No(read);
         }
         if unknown {
-            state.waiting.insert((read.op, read.serial), read.plan.range_count());
+            state.waiting.insert((read.op, read.serial), (of, read.plan.range_count()));
             return Taken::Unresolved(read);
         }
         let AcceptedRead { op, serial, plan, submitted, limits } = read;
@@ -350,6 +396,7 @@ impl LocalPath for Peers {
             serial,
             of,
             peer,
+            regions,
             deadline: after(submitted, total),
             stall,
             progress: Mutex::new(progress),
@@ -373,17 +420,21 @@ impl LocalPath for Peers {
             if let Some(peer) = peer {
                 let limit = ANSWER_LIMIT.min(read.limits.total).min(read.limits.stall);
                 let until = after(Instant::now(), limit);
-                for key in read.plan.keys() {
-                    if peer.regions().contains_key(&key) {
-                        continue;
+                let asked = async {
+                    let _turn = peer.asking.lock().await;
+                    for key in read.plan.keys() {
+                        if peer.regions().contains_key(&key) {
+                            continue;
+                        }
+                        let Some(known) = self.find(&peer, key).await else { break };
+                        if let Known::Carried = known {
+                            tracing::info!(peer = %of, "a region of this peer is read over the socket");
+                        }
+                        peer.regions().entry(key).or_insert(known);
                     }
-                    // One that does not answer in time may do so the next time.
-                    let Ok(known) = timeout_at(until, self.find(&peer, key)).await else { break };
-                    if let Known::Carried = known {
-                        tracing::info!(peer = %of, "a region of this peer is read over the socket");
-                    }
-                    peer.regions().insert(key, known);
-                }
+                };
+                // A peer that does not answer in time may do so the next time.
+                timeout_at(until, asked).await.ok();
             }
             // Cancelled, and so completed, while the peer was asked.
             self.lock().waiting.remove(&name)?;
@@ -403,7 +454,7 @@ impl LocalPath for Peers {
             let mut state = self.lock();
             (state.waiting.remove(&(op, serial)), state.jobs.get(&(op, serial)).cloned())
         };
-        if let (Some(ranges), Some(shared)) = (waiting, self.shared.upgrade()) {
+        if let (Some((_, ranges)), Some(shared)) = (waiting, self.shared.upgrade()) {
             let outcome = ReadOutcome { result: Err(ReadError::Cancelled), arrived: RangeSet::none(ranges) };
             shared.complete(op, serial, outcome);
         }
@@ -418,12 +469,15 @@ impl LocalPath for Peers {
     fn detach(&self, peer: PeerId) -> HashMap<OpId, RangeSet> {
         let jobs: Vec<Arc<Job>> = {
             let mut state = self.lock();
-            state.peers.remove(&peer);
+            let gone = state.peers.remove(&peer);
+            state.gone.extend(gone);
+            state.waiting.retain(|_, (of, _)| *of != peer);
             state.queue.retain(|job| job.of != peer);
             let jobs: Vec<_> = state.jobs.values().filter(|job| job.of == peer).cloned().collect();
             state.jobs.retain(|_, job| job.of != peer);
             jobs
         };
+        self.work.notify_one();
         let mut arrived = HashMap::new();
         for job in jobs {
             let mut progress = job.lock();

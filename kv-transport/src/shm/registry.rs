@@ -49,7 +49,7 @@ impl Registry {
     fn word(&self, slot: u32) -> &AtomicU64 {
         let at = SLOTS_AT + slot.min(SLOTS - 1) as usize * 8;
         // SAFETY: the word lies inside the memory, which lives as long as `self`, is aligned to a page plus a multiple of
-        // eight, and is only ever used as an atomic; other processes cannot write it, since they map it for reading.
+        // eight, and is only ever used as an atomic; other processes cannot write it, since its file is sealed.
         unsafe { AtomicU64::from_ptr(self.memory.base().add(at).cast()) }
     }
 

@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
+use super::registry::Probe;
 use crate::memory::Memory;
 use crate::stream::plan::Cut;
 
@@ -15,8 +16,8 @@ pub(super) const RANGES_MAX: usize = 512;
 
 /// A peer's shared memory, mapped for reading.
 ///
-/// It is safe to touch whatever the peer does or suffers: the file cannot become shorter, which is checked, and its pages are
-/// the system's and not the peer's.
+/// It is safe to touch whatever the peer does or suffers: the file can neither become shorter nor get holes, which is checked,
+/// and its pages are the system's and not the peer's.
 #[derive(Debug)]
 pub(super) struct Window {
     base: *mut u8,
@@ -36,7 +37,7 @@ impl Window {
         let seals = rustix::fs::fcntl_get_seals(&file)?;
         let stat = rustix::fs::fstat(&file)?;
         let whole = u64::try_from(stat.st_size).is_ok_and(|size| size >= len as u64);
-        if len == 0 || !whole || !seals.contains(SealFlags::SHRINK) {
+        if len == 0 || !whole || !seals.contains(SealFlags::SHRINK | SealFlags::FUTURE_WRITE) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the file is short, or not sealed"));
         }
         // SAFETY: a new mapping at a place of the system's choice replaces nothing; nothing of Rust's refers to it.
@@ -79,7 +80,8 @@ impl Window {
                     return Err(io::ErrorKind::InvalidInput.into());
                 }
                 // SAFETY: both ranges were just checked to lie inside their memories, which live through this call. The
-                // destination belongs to this transport until the read's completion, and is no part of the mapping.
+                // destination belongs to this transport until the read's completion. It is another range of addresses than
+                // the mapping, even where both show the same pages of this very process.
                 unsafe {
                     let to = cut.memory.base().add(at as usize);
                     std::ptr::copy_nonoverlapping(self.base.add(from as usize), to, here as usize);
@@ -109,22 +111,26 @@ pub(super) fn read_process(pid: i32, at: u64, into: &mut [u8]) -> io::Result<()>
     all(read, into.len() as u64)
 }
 
-/// Reads the ranges of a cut out of a process whose region begins at `base`.
-pub(super) fn copy_process(pid: i32, base: u64, cut: &Cut) -> io::Result<()> {
-    let mut local = Vec::with_capacity(cut.local.pieces());
-    let mut bytes = 0;
+/// Reads the ranges of a cut out of a process whose region begins at `base`. In the same call a probe is read from its place:
+/// only a process that still is what it was has it there.
+pub(super) fn copy_process(pid: i32, base: u64, cut: &Cut, probe_at: u64, probe: &Probe) -> io::Result<()> {
+    let mut found = Probe::default();
+    let mut local = Vec::with_capacity(cut.local.pieces() + 1);
+    let mut bytes = found.len() as u64;
     for (at, len) in cut.local.rest() {
         local.push(piece(&cut.memory, at, len)?);
         bytes += u64::from(len);
     }
-    let mut remote = Vec::with_capacity(cut.remote.len());
+    local.push(libc::iovec { iov_base: found.as_mut_ptr().cast(), iov_len: found.len() });
+    let mut remote = Vec::with_capacity(cut.remote.len() + 1);
     for (offset, len) in &cut.remote {
         let at = base.checked_add(*offset).and_then(|at| usize::try_from(at).ok());
         let at = at.ok_or(io::ErrorKind::InvalidInput)?;
         remote.push(libc::iovec { iov_base: at as *mut libc::c_void, iov_len: *len as usize });
     }
+    remote.push(libc::iovec { iov_base: probe_at as usize as *mut libc::c_void, iov_len: found.len() });
     // SAFETY: the local vectors lie inside the cut's memory, as `piece` checked, which lives through this call and belongs to
-    // this transport until the read's completion; the remote ones are looked at by the system alone.
+    // this transport until the read's completion, and in `found`; the remote ones are looked at by the system alone.
     let read = unsafe {
         libc::process_vm_readv(
             pid,
@@ -135,7 +141,8 @@ pub(super) fn copy_process(pid: i32, base: u64, cut: &Cut) -> io::Result<()> {
             0,
         )
     };
-    all(read, bytes)
+    all(read, bytes)?;
+    if found == *probe { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ESRCH)) }
 }
 
 fn piece(memory: &Memory, at: u64, len: u32) -> io::Result<libc::iovec> {
@@ -167,6 +174,8 @@ mod tests {
         rustix::fs::ftruncate(&open, 4096).unwrap();
         assert!(Window::open(open.try_clone().unwrap(), 4096).is_err(), "it is not sealed");
         rustix::fs::fcntl_add_seals(&open, SealFlags::SHRINK).unwrap();
+        assert!(Window::open(open.try_clone().unwrap(), 4096).is_err(), "it could get holes");
+        rustix::fs::fcntl_add_seals(&open, SealFlags::FUTURE_WRITE).unwrap();
         assert!(Window::open(open.try_clone().unwrap(), 8192).is_err(), "it is shorter");
         assert!(Window::open(open.try_clone().unwrap(), 0).is_err());
         assert!(Window::open(open, 4096).is_ok());

@@ -94,7 +94,14 @@ impl Connection {
                 None => self.reads.add(read),
                 Some(_) => self.resolve(read),
             },
-            Some(Command::Carry(read)) => self.reads.add(read),
+            Some(Command::Carry(read)) => {
+                let (op, serial) = (read.op, read.serial);
+                self.reads.add(read);
+                // A cancel can have been here before what it is about.
+                if self.shared.is_cancelled(op, serial) {
+                    self.reads.cancel(op, serial, &mut self.writer.control);
+                }
+            }
             Some(Command::Cancel { op, serial }) => {
                 self.reads.cancel(op, serial, &mut self.writer.control);
                 if let Some(local) = &self.shared.local {
@@ -115,8 +122,11 @@ impl Connection {
         let (shared, peer) = (Arc::clone(&self.shared), self.peer);
         tokio::spawn(async move {
             let Some(local) = &shared.local else { return };
+            let (op, serial) = (read.op, read.serial);
             if let Some(read) = local.resolve(peer, read).await {
                 shared.hand(peer, Command::Carry(read));
+            } else if shared.is_cancelled(op, serial) {
+                local.cancel(op, serial);
             }
         });
     }

@@ -140,6 +140,7 @@ async fn welcome(
     own: Preface,
 ) -> Result<(Connection, Socket, ServeLimits), LossReason> {
     let fail = |error: io::Error| LossReason::Broken { kind: error.kind(), code: error.raw_os_error() };
+    stream.check_user().map_err(fail)?;
     stream.set_nodelay().map_err(fail)?;
     let checked = match read_preface(&mut stream).await {
         Ok(theirs) => check_nonce(theirs.expected, own.nonce).map(|()| theirs),

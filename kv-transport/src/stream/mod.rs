@@ -1,7 +1,7 @@
 //! Connections over byte streams: messages, liveness and reads of a peer's memory, whatever kind of socket carries them.
 //!
-//! One thread per instance does all the work, so a destination has one writer and an operation can end at once. One
-//! connection per peer carries reads and messages of both sides. What is on the wire is described in `frame.rs`.
+//! One thread per instance does all the work of the sockets. A destination has one writer: that thread, or whoever copies on a
+//! local path (`local.rs`). One connection per peer carries reads and messages of both sides. What is on the wire is described in `frame.rs`.
 
 pub(crate) mod commands;
 pub(crate) mod connection;

@@ -1,6 +1,6 @@
 //! The reading side of a connection: operations, the requests they are cut into, and what comes back.
 //!
-//! Only the IO thread, and in it only the task that owns this value, writes to a destination. So an operation can
+//! Only the IO thread, and in it only the task that owns this value, writes to the destinations of the reads that are here. So an operation can
 //! end at once: its requests are *detached*, which drops their destination, and what still arrives for them is
 //! drained into a scratch buffer (rule T-3).
 

@@ -59,6 +59,8 @@ struct Flight {
     serial: u64,
     regions: Vec<RegionId>,
     ranges: usize,
+    /// A cancel came. It may have been faster than the read itself.
+    cancelled: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -266,7 +268,7 @@ impl Shared {
             return Err(TransportError::UnknownRegion { region: *region });
         }
         let serial = state.number();
-        let flight = Flight { peer, serial, regions, ranges: plan.range_count() };
+        let flight = Flight { peer, serial, regions, ranges: plan.range_count(), cancelled: false };
         let read = AcceptedRead { op, serial, plan, submitted, limits };
         let mut read = Some(read);
         if self.local.is_none() {
@@ -282,12 +284,18 @@ impl Shared {
         // From here on it is accepted, and completes even if its peer is lost in this moment.
         if let (Some(local), Some(read)) = (&self.local, read) {
             match local.take(peer, read) {
+                Taken::Yes if self.is_cancelled(op, serial) => local.cancel(op, serial),
                 Taken::Yes => {}
                 Taken::Unresolved(read) => self.hand(peer, Command::Read(read)),
                 Taken::No(read) => self.hand(peer, Command::Carry(read)),
             }
         }
         Ok(())
+    }
+
+    /// Whether a cancel came for a read that has not ended.
+    pub(crate) fn is_cancelled(&self, op: OpId, serial: u64) -> bool {
+        self.lock().flights.get(&op).is_some_and(|flight| flight.serial == serial && flight.cancelled)
     }
 
     /// Hands a command to a peer's task; one that is gone has ended everything.
@@ -323,10 +331,12 @@ impl Shared {
     }
 
     pub(crate) fn cancel(&self, op: OpId) {
-        let state = self.lock();
-        if let Some(flight) = state.flights.get(&op)
-            && let Some(peer) = state.peers.get(&flight.peer)
+        let mut state = self.lock();
+        let State { flights, peers, .. } = &mut *state;
+        if let Some(flight) = flights.get_mut(&op)
+            && let Some(peer) = peers.get(&flight.peer)
         {
+            flight.cancelled = true;
             // Without its task the peer is about to be lost, and the read with it.
             peer.commands.send(Command::Cancel { op, serial: flight.serial }).ok();
         }
@@ -489,12 +499,20 @@ impl Shared {
 
     /// The thread is at its end, one way or another: whatever is left ends too.
     pub(crate) fn finish(&self) {
-        let mut state = self.lock();
-        state.phase = Phase::Closing;
-        let mut left: Vec<_> = state.peers.keys().copied().collect();
+        let mut left: Vec<_> = {
+            let mut state = self.lock();
+            state.phase = Phase::Closing;
+            state.peers.keys().copied().collect()
+        };
         left.sort_unstable();
-        for peer in left {
-            state.lose(peer, LossReason::Closed, HashMap::new());
+        // Quiet first, then told.
+        let mut arrived: Vec<_> = left
+            .iter()
+            .map(|peer| self.local.as_ref().map(|local| local.detach(*peer)).unwrap_or_default())
+            .collect();
+        let mut state = self.lock();
+        for (peer, arrived) in left.into_iter().zip(arrived.drain(..)) {
+            state.lose(peer, LossReason::Closed, arrived);
         }
         state.regions.clear();
         state.phase = Phase::Finished;

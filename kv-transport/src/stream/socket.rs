@@ -40,6 +40,16 @@ impl Socket {
         each!(self, stream => stream.ready(interest).await.map(|_| ()))
     }
 
+    /// Whether the one at the other end may be served at all: over Unix sockets, whoever is of this process's user, by the
+    /// kernel's word.
+    pub(crate) fn check_user(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(_) => Ok(()),
+            #[cfg(target_os = "linux")]
+            Self::Unix(stream) => same_user(stream),
+        }
+    }
+
     /// Does a call that may say `WouldBlock`, and then waits for the system's word in [`Socket::ready`].
     pub(crate) fn try_io<R>(
         &self,
@@ -60,6 +70,17 @@ impl Socket {
     pub(crate) async fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
         each!(self, stream => stream.write_all(bytes).await)
     }
+}
+
+/// Refuses a process of another user.
+#[cfg(target_os = "linux")]
+pub(crate) fn same_user(stream: &UnixStream) -> io::Result<()> {
+    let (theirs, ours) = (stream.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
+    if theirs == ours {
+        return Ok(());
+    }
+    tracing::debug!(theirs, ours, "a process of another user is refused");
+    Err(io::ErrorKind::PermissionDenied.into())
 }
 
 impl AsFd for Socket {

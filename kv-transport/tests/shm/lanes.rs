@@ -91,6 +91,33 @@ async fn t9_a_region_that_is_gone_is_an_error_and_its_like_is_found() {
 }
 
 #[tokio::test]
+async fn t1_a_refused_deregistration_changes_nothing_for_those_who_read() {
+    let (p, d) = (bind(), bind());
+    let memory = filled(BYTES, true, 1);
+    let (into, back) = (Memory::allocate(BYTES).unwrap(), filled(BYTES, false, 2));
+    let destination = d.register(into).unwrap();
+    let other_key = d.key(d.register(back).unwrap()).unwrap();
+    let to_p = link(&d, &p).await;
+    let to_d = link(&p, &d).await;
+    let mut refused = 0;
+    for op in 0..50 {
+        let region = p.register(memory.clone()).unwrap();
+        let key = p.key(region).unwrap();
+        // P fills the very region that D reads, so that it cannot be let go.
+        p.read(request(op, to_d, &other_key, region, scattered())).unwrap();
+        d.read(request(op, to_p, &key, destination, vec![range(0, 0, 1 << 20)])).unwrap();
+        let held = p.deregister(region).is_err();
+        let outcome = completion(&d, op).await;
+        if held {
+            refused += 1;
+            assert_eq!(outcome.result, Ok(()));
+        }
+        assert_eq!(completion(&p, op).await.result, Ok(()));
+    }
+    assert!(refused > 0, "every read had ended before");
+}
+
+#[tokio::test]
 async fn t9_a_region_that_goes_during_a_read_never_yields_a_success() {
     // Deregistered at moments that differ: the read either ended before, or says that the region is unknown.
     let (p, d) = (bind(), bind());

@@ -82,6 +82,10 @@ fn the_other_process() {
         println!("@@ {words}");
         std::io::stdout().flush().unwrap();
     };
+    if role == "intrude" {
+        say(intrude(&from_hex(&std::env::var(VISIT).unwrap())));
+        return;
+    }
     let transport = bind();
     if role == "visit" {
         let address = Address::from_bytes(from_hex(&std::env::var(VISIT).unwrap())).unwrap();
@@ -94,6 +98,36 @@ fn the_other_process() {
         say(format!("{} {} {}", to_hex(transport.address().as_bytes()), keys[0], keys[1]));
     }
     std::io::stdin().lines().next();
+}
+
+/// Connects without any of our own checks, says what a peer would say, and tells what came back.
+fn intrude(address: &[u8]) -> String {
+    use std::os::linux::net::SocketAddrExt;
+
+    // "ks" 1, host 16, nonce 16, name 16.
+    let (nonce, name) = (&address[19..35], to_hex(&address[35..51]));
+    let mut preface = b"kvTCP\r\n\x1a\x01\0\0\0".to_vec();
+    for granted in [128u32, 1 << 20, 1024, 0, 0] {
+        preface.extend_from_slice(&granted.to_le_bytes());
+    }
+    preface.extend_from_slice(&[7; 16]);
+    preface.extend_from_slice(nonce);
+    let mut question = b"kvSHM\r\n\x01".to_vec();
+    question.extend_from_slice(nonce);
+    question.resize(64, 0);
+    let mut answers = vec![];
+    for (socket, words) in [("c", preface), ("g", question)] {
+        let at =
+            std::os::unix::net::SocketAddr::from_abstract_name(format!("kv-shm-{name}-{socket}")).unwrap();
+        let mut stream = std::os::unix::net::UnixStream::connect_addr(&at).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        // It may be closed before all was said.
+        stream.write_all(&words).ok();
+        let mut answer = vec![];
+        stream.read_to_end(&mut answer).ok();
+        answers.push(answer.len().to_string());
+    }
+    answers.join(" ")
 }
 
 /// A peer in another process, with keys of its shared and of its other memory.
@@ -217,5 +251,19 @@ fn a_process_of_another_user_gets_nothing() {
         command.uid(65_534).env(VISIT, to_hex(here.address().as_bytes()));
     });
     let words = other.words().join(" ");
-    assert!(words.starts_with("could not be reached: permission denied"), "{words}");
+    // Whichever of the two looks first.
+    let refused =
+        words.starts_with("could not be reached: permission denied") || words == "closed by the peer";
+    assert!(refused, "{words}");
+    // One that leaves our own checks out gets not a byte, at neither socket.
+    let mut intruder = Other::start("intrude", |command| {
+        command.uid(65_534).env(VISIT, to_hex(here.address().as_bytes()));
+    });
+    assert_eq!(intruder.words(), ["0", "0"]);
+    // The same words from this user are answered, so that it is not they that were refused.
+    let mut friend = Other::start("intrude", |command| {
+        command.env(VISIT, to_hex(here.address().as_bytes()));
+    });
+    let answers = friend.words();
+    assert!(answers[0] != "0" && answers[1] != "0", "{answers:?}");
 }

@@ -32,8 +32,8 @@ class Options:
     """Where a producer tells offers by name; None: nowhere."""
     rendezvous_wait_s: float = 60.0
     """How long a consumer's request waits for an offer that did not come along with it."""
-    keep_offers_s: float = 30.0
-    """How long a producer tells an offer: as long as nobody need have renewed its lease, and a little more."""
+    keep_offers_s: float = 10.0
+    """How long a producer tells an offer: as long as its lease lives if nobody renews it."""
     known: tuple[str, ...] = field(default=())
 
 
@@ -55,7 +55,7 @@ def parse(vllm_config: Any) -> Options:
     if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536):
         raise ConfigError(f"kv_connector_extra_config: {RENDEZVOUS_PORT} is {port!r}, not a port")
     wait_ms = extra.pop(RENDEZVOUS_WAIT_MS, 60_000)
-    if not isinstance(wait_ms, (int, float)) or isinstance(wait_ms, bool) or not 0 < wait_ms <= 3_600_000:
+    if not isinstance(wait_ms, (int, float)) or isinstance(wait_ms, bool) or not 1 <= wait_ms <= 3_600_000:
         raise ConfigError(f"kv_connector_extra_config: {RENDEZVOUS_WAIT_MS} is {wait_ms!r}, not 1 to 3600000")
     lease_s = extra.pop(LEASE_S, None)
     if lease_s is not None:
@@ -88,7 +88,7 @@ def parse(vllm_config: Any) -> Options:
         ranks=vllm_config.parallel_config.tensor_parallel_size,
         rendezvous_port=port if transfer.is_kv_producer else None,
         rendezvous_wait_s=wait_ms / 1e3,
-        keep_offers_s=config.get("lease_ttl_ms", defaults["lease_ttl_ms"]) / 1e3 + 20.0,
+        keep_offers_s=config.get("lease_ttl_ms", defaults["lease_ttl_ms"]) / 1e3,
         known=known,
     )
 

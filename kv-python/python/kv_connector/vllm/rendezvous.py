@@ -6,7 +6,9 @@ One thread with an event loop serves all of it; the scheduler's hooks only look 
 """
 
 import asyncio
+import itertools
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +22,12 @@ from .. import ConfigError
 from .log import log
 
 NAME_CHARS_MAX = 256
-ANSWER_BYTES_MAX = 64 << 20
+ANSWER_BYTES_MAX = 4 << 20
 PROMISES_MAX = 100_000
+# Questions of this engine that are under way at a time; the others wait, within their limit.
+ASKING_MAX = 256
+# A connection to P's port that says nothing is closed after so long.
+QUIET_CONNECTION_S = 10.0
 # P holds an asked question so long; then D asks again.
 ASK_S = 2.0
 # An answer may be so late before D asks again.
@@ -48,10 +54,11 @@ class Missed:
 
 
 class Promise:
-    """What P says of one hand-over: nothing yet, an offer, or why there is none."""
+    """What P says of one hand-over: nothing yet, an offer, or why there is none. Only an answer has an end: a prefill that
+    is queued for long is still to come."""
 
-    def __init__(self, until: float) -> None:
-        self.until = until
+    def __init__(self) -> None:
+        self.until = math.inf
         self.answer: Offered | Missed | None = None
         self.told = asyncio.Event()
 
@@ -95,8 +102,10 @@ class Rendezvous:
         self._keep_s = keep_s
         self._wait_s = wait_s
         self._promises: dict[str, Promise] = {}
-        # By D's request: None while P is asked.
-        self._answers: dict[str, Offered | Missed | None] = {}
+        # By question: None while P is asked.
+        self._answers: dict[int, Offered | Missed | None] = {}
+        self._questions = itertools.count()
+        self._room = asyncio.Semaphore(ASKING_MAX)
         self._asking: set[asyncio.Task[None]] = set()
         self._session: ClientSession | None = None
         self._runner: web.AppRunner | None = None
@@ -117,8 +126,15 @@ class Rendezvous:
     # ---- P
 
     def promise(self, name: str) -> None:
-        """A request came whose offer may be asked for by this name."""
-        self._on_loop(self._known, name)
+        """A request came whose offer may be asked for by this name. What was said of a former one of that name is void."""
+
+        def promised() -> None:
+            former = self._promises.get(name)
+            if former is not None and former.answer is not None:
+                del self._promises[name]
+            self._known(name)
+
+        self._on_loop(promised)
 
     def keep(self, name: str, answer: Offered | Missed) -> None:
         """The request has ended; this is what whoever asks gets."""
@@ -133,21 +149,29 @@ class Rendezvous:
 
         self._on_loop(told)
 
+    def withdraw(self, why: str) -> None:
+        """What was offered so far cannot be read any more."""
+
+        def withdrawn() -> None:
+            for promise in self._promises.values():
+                if isinstance(promise.answer, Offered):
+                    promise.answer = Missed(why)
+
+        self._on_loop(withdrawn)
+
     def _known(self, name: str) -> Promise:
         now = time.monotonic()
-        while self._promises:
-            oldest = next(iter(self._promises))
-            if self._promises[oldest].until > now and len(self._promises) < PROMISES_MAX:
-                break
-            del self._promises[oldest]
-        # A prefill may wait for long; whoever asks has a limit of its own.
-        return self._promises.setdefault(name, Promise(now + self._wait_s + self._keep_s))
+        for other in [other for other, promise in self._promises.items() if promise.until <= now]:
+            del self._promises[other]
+        while len(self._promises) >= PROMISES_MAX:
+            del self._promises[next(iter(self._promises))]
+        return self._promises.setdefault(name, Promise())
 
     async def _listen(self, host: str, port: int) -> None:
         app = web.Application()
         app.router.add_get("/query", self._query)
         app.router.add_get("/offers/{name}", self._offer)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=QUIET_CONNECTION_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -171,6 +195,8 @@ class Rendezvous:
             said["state"] = "unknown"
         elif promise.answer is None:
             said["state"] = "promised"
+        elif promise.until <= time.monotonic():
+            said |= {"state": "missed", "why": "its offer has ended"}
         elif isinstance(promise.answer, Offered):
             said |= {"state": "offered", "kv_transfer_params": promise.answer.params}
         else:
@@ -179,42 +205,49 @@ class Rendezvous:
 
     # ---- D
 
-    def ask(self, request: str, name: str, address: str, engine_id: str | None) -> None:
-        """Begins to ask for a request's offer; `answer` says what came of it, at the latest after `wait_s`."""
-        self._answers[request] = None
+    def ask(self, name: str, address: str, engine_id: str | None) -> int:
+        """Begins to ask for an offer. What is returned is the question, of which `answer` says what came; some seconds after
+        `wait_s` at the latest."""
+        question = next(self._questions)
+        self._answers[question] = None
 
         def begin() -> None:
-            task = self._loop.create_task(self._ask(request, name, address, engine_id))
+            task = self._loop.create_task(self._ask(question, name, address, engine_id))
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
 
-        self._on_loop(begin)
+        if not self._on_loop(begin):
+            self._answers[question] = Missed("the engine ends")
+        return question
 
-    def answer(self, request: str) -> Offered | Missed | None:
+    def answer(self, question: int) -> Offered | Missed | None:
         """None while P is asked. Once an answer was returned it is forgotten."""
-        answer = self._answers.get(request, Missed("nobody asks for it"))
+        answer = self._answers.get(question, Missed("nobody asks for it"))
         if answer is not None:
-            self._answers.pop(request, None)
+            self._answers.pop(question, None)
         return answer
 
-    def has_answer(self, request: str) -> bool:
-        return self._answers.get(request) is not None
+    def has_answer(self, question: int) -> bool:
+        return self._answers.get(question) is not None
 
-    async def _ask(self, request: str, name: str, address: str, engine_id: str | None) -> None:
+    async def _ask(self, question: int, name: str, address: str, engine_id: str | None) -> None:
         answer: Offered | Missed = Missed("asking for it failed")
         try:
-            answer = await self._asked(name, address, engine_id)
+            async with asyncio.timeout(self._wait_s), self._room:
+                answer = await self._asked(name, address, engine_id)
+        except TimeoutError:
+            answer = Missed(f"{address} has no offer within {self._wait_s:.0f} s")
         except Exception as error:  # Whatever it is, the request must not wait for it.
             log.exception("asking %s for %s", address, name)
             answer = Missed(str(error))
         finally:
-            if request in self._answers:
-                self._answers[request] = answer
+            if question in self._answers:
+                self._answers[question] = answer
 
     async def _asked(self, name: str, address: str, engine_id: str | None) -> Offered | Missed:
         if self._session is None:
             self._session = ClientSession(
-                timeout=ClientTimeout(total=ASK_S + LATE_S), connector=TCPConnector(limit=0), trust_env=False
+                timeout=ClientTimeout(total=ASK_S + LATE_S), connector=TCPConnector(limit=0), auto_decompress=False
             )
         begun = heard = time.monotonic()
         while (now := time.monotonic()) < begun + self._wait_s:
@@ -229,7 +262,7 @@ class Rendezvous:
             if engine_id is not None and said.get("engine_id") != engine_id:
                 return Missed(f"engine {engine_id} is wanted, but {str(said.get('engine_id'))[:80]} is at {address}")
             match said.get("state"):
-                case "offered" if isinstance(said.get("kv_transfer_params"), dict):
+                case "offered" if _is_offer(said.get("kv_transfer_params")):
                     return Offered(said["kv_transfer_params"])
                 case "missed":
                     return Missed(f"the producer says: {str(said.get('why'))[:200]}")
@@ -240,6 +273,8 @@ class Rendezvous:
                         return Missed(f"{address} has not heard of it within {UNKNOWN_S:.0f} s")
                 case other:
                     return Missed(f"{address} answers something else: state is {str(other)[:40]!r}")
+            # P holds the question for a while; one that does not must not be asked without a pause.
+            await asyncio.sleep(AGAIN_S)
         return Missed(f"{address} has no offer within {self._wait_s:.0f} s")
 
     async def _asked_once(self, url: str) -> dict[str, Any]:
@@ -264,10 +299,13 @@ class Rendezvous:
             return
         try:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(START_S)
-        except TimeoutError:
-            log.warning("questions for offers did not end within %.0f s", START_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(START_S)
+        except Exception:  # Whatever it is, the thread must end.
+            log.exception("questions for offers did not end well")
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(START_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     async def _close(self) -> None:
         for promise in self._promises.values():
@@ -281,9 +319,15 @@ class Rendezvous:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def _on_loop(self, call: Callable[..., Any], *args: Any) -> None:
+    def _on_loop(self, call: Callable[[], Any]) -> bool:
         try:
-            self._loop.call_soon_threadsafe(call, *args)
+            self._loop.call_soon_threadsafe(call)
         except RuntimeError:
             # The loop has ended with the engine.
-            log.debug("a question or answer came after the end")
+            return False
+        return True
+
+
+def _is_offer(params: Any) -> bool:
+    """Whether these are parameters of a request that is to be loaded, and nothing else."""
+    return isinstance(params, dict) and params.get("do_remote_prefill") is True and not params.get("do_remote_decode")

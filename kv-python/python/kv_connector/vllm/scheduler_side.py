@@ -36,8 +36,8 @@ class SchedulerSide:
         # Producers' requests whose offer may be asked for, and the name they have for it.
         self._promised: dict[str, str] = {}
         # Consumers' requests that wait for an offer, and those that ended meanwhile: theirs is to be given back.
-        self._awaited: set[str] = set()
-        self._left: dict[str, Any] = {}
+        self._awaited: dict[str, int] = {}
+        self._left: dict[int, Any] = {}
         if self._rendezvous.port is not None:
             log.info("offers are told by name at port %d", self._rendezvous.port)
 
@@ -91,8 +91,8 @@ class SchedulerSide:
             return
         if wants and name is not None and address is not None:
             engine_id = params.get("remote_engine_id")
-            self._awaited.add(request.request_id)
-            self._rendezvous.ask(request.request_id, name, address, str(engine_id) if engine_id is not None else None)
+            wanted = str(engine_id) if engine_id is not None else None
+            self._awaited[request.request_id] = self._rendezvous.ask(name, address, wanted)
             return
         self._admit(request, params)
 
@@ -119,11 +119,11 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         if request.request_id in self._awaited:
-            answer = self._rendezvous.answer(request.request_id)
+            answer = self._rendezvous.answer(self._awaited[request.request_id])
             if answer is None:
                 # vLLM asks again in its next step.
                 return None, False
-            self._awaited.discard(request.request_id)
+            del self._awaited[request.request_id]
             self._answered(request, answer)
         if self._core is None or self._roles.get(request.request_id) != "consumer":
             return 0, False
@@ -173,11 +173,14 @@ class SchedulerSide:
         name = request.request_id
         role = self._roles.pop(name, None)
         self._local_tokens.pop(name, None)
-        if name in self._awaited:
-            self._awaited.discard(name)
-            self._left[name] = request
-        held, params = self._ended_as(role, request, blocks)
-        self._told(name, Offered(params) if params else Missed("it ended without an offer"))
+        question = self._awaited.pop(name, None)
+        if question is not None:
+            self._left[question] = request
+        params = None
+        try:
+            held, params = self._ended_as(role, request, blocks)
+        finally:
+            self._told(name, Offered(params) if params else Missed("it ended without an offer"))
         return held, params
 
     def _ended_as(
@@ -212,19 +215,24 @@ class SchedulerSide:
             self._give_back_late_offers()
             self._take_events()
             meta.plan = self._core.plan_step()
-        except KvConnectorError as error:
+        except Exception as error:  # Of whatever kind: what was begun must reach the workers.
             # A plan that could not be made stays in the core, and goes out with the next step.
             self._limited.warning("plan", "the plan of a step could not be made: %s", error)
         return meta
 
     def _give_back_late_offers(self) -> None:
-        for name in [name for name in self._left if self._rendezvous.has_answer(name)]:
-            request = self._left.pop(name)
-            answer = self._rendezvous.answer(name)
-            if isinstance(answer, Offered):
-                self._admit(request, answer.params)
-                if self._roles.pop(name, None) is not None and self._core is not None:
-                    self._core.request_aborted(name)
+        for question in [question for question in self._left if self._rendezvous.has_answer(question)]:
+            request = self._left.pop(question)
+            answer = self._rendezvous.answer(question)
+            if not isinstance(answer, Offered) or self._core is None:
+                continue
+            # Its own id may be in use again by now.
+            alias = f"{request.request_id} left-{question}"
+            try:
+                self._core.request_arrived(alias, request.prompt_token_ids, answer.params)
+                self._core.request_aborted(alias)
+            except (KvConnectorError, OverflowError, TypeError, ValueError) as error:
+                self._limited.warning("left", "a late offer could not be given back: %s", error)
 
     def _take_events(self) -> None:
         for event in self._core.events() if self._core is not None else ():
@@ -259,7 +267,8 @@ class SchedulerSide:
     def has_work(self) -> bool:
         """Whether something must be carried although no request runs."""
         meta = self._meta
-        waiting = bool(meta.loads or meta.leases or meta.refused or self._left)
+        waiting = bool(meta.loads or meta.leases or meta.refused)
+        waiting = waiting or any(self._rendezvous.has_answer(question) for question in self._left)
         return waiting or (self._core is not None and self._core.has_plan())
 
     def take_stats(self) -> Stats | None:
@@ -270,6 +279,7 @@ class SchedulerSide:
         nothing is left; what is left ends within moments."""
         if self._core is None:
             return True
+        self._rendezvous.withdraw("the blocks have lost their meaning")
         self._core.drain(0.0)
         self._core.resume()
         return self._core.stats()["holds"] == 0
