@@ -171,7 +171,7 @@ class Rendezvous:
         app = web.Application()
         app.router.add_get("/query", self._query)
         app.router.add_get("/offers/{name}", self._offer)
-        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=QUIET_CONNECTION_S)
+        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=QUIET_CONNECTION_S, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
