@@ -19,6 +19,7 @@ pub(crate) struct Limits {
     pub(crate) incoming_max: usize,
     pub(crate) incoming_bytes: usize,
     pub(crate) bytes_in_flight_per_peer: u64,
+    pub(crate) bytes_in_flight_max: u64,
     pub(crate) chunk_max_bytes: u32,
     pub(crate) chunk_max_ranges: u32,
     pub(crate) chunk_queue_max: u32,

@@ -6,6 +6,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use tokio::time::Instant;
 
@@ -156,9 +157,12 @@ impl Reads {
     /// Appends requests as far as the window allows.
     pub(crate) fn request(&mut self, out: &mut Vec<u8>) {
         let Some(limits) = self.limits else { return };
-        let window = self.shared.config.bytes_in_flight_per_peer;
+        let Limits { bytes_in_flight_per_peer: window, bytes_in_flight_max: most, .. } = self.shared.config;
         while self.chunks.len() < limits.chunk_queue as usize {
-            let room = self.chunks.is_empty() || self.bytes_out + u64::from(limits.chunk_bytes) <= window;
+            let next = u64::from(limits.chunk_bytes);
+            let all = self.shared.in_flight.load(Ordering::Relaxed);
+            let room = self.chunks.is_empty()
+                || (self.bytes_out + next <= window && all.saturating_add(next) <= most);
             let number = self.early.pop_front().or_else(|| self.ring.pop_front_if(|_| room));
             let Some(number) = number else { break };
             let Some(op) = self.ops.get_mut(&number) else { continue };
@@ -169,6 +173,7 @@ impl Reads {
             let bytes = cut.local.left() as u32;
             let destination = Destination { op: number, memory: cut.memory, spans: cut.local };
             self.bytes_out += u64::from(bytes);
+            self.shared.in_flight.fetch_add(u64::from(bytes), Ordering::Relaxed);
             op.outstanding += 1;
             if !op.plan.is_cut(&op.cursor) {
                 let early = op.cursor.taken() < EARLY_BYTES;
@@ -213,6 +218,7 @@ impl Reads {
     pub(crate) fn end(&mut self, number: u64, code: EndCode, out: &mut Vec<u8>) -> Result<(), &'static str> {
         let chunk = self.chunks.remove(&number).ok_or("the end of a chunk that nobody asked for")?;
         self.bytes_out -= u64::from(chunk.bytes);
+        self.shared.in_flight.fetch_sub(u64::from(chunk.bytes), Ordering::Relaxed);
         if code == EndCode::Done && !chunk.data_seen {
             return Err("the end of a chunk before its data");
         }
@@ -258,6 +264,8 @@ impl Reads {
     /// The connection is gone: what arrived of each operation, which ends now.
     pub(crate) fn abandon(&mut self) -> HashMap<OpId, RangeSet> {
         self.chunks.clear();
+        let left = std::mem::take(&mut self.bytes_out);
+        self.shared.in_flight.fetch_sub(left, Ordering::Relaxed);
         self.early.clear();
         self.ring.clear();
         self.by_id.clear();

@@ -5,6 +5,7 @@
 //! announced and its id is void, with nothing in between (rule T-6).
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -146,6 +147,8 @@ pub(crate) struct Shared {
     pub(crate) config: Limits,
     /// How peers' memory is read without their help, if there is a way.
     pub(crate) local: Option<Arc<dyn LocalPath>>,
+    /// Bytes asked for from all peers and not received. Only the IO thread counts here.
+    pub(crate) in_flight: AtomicU64,
     state: Mutex<State>,
     news: Notify,
     finished: Condvar,
@@ -163,7 +166,14 @@ impl Shared {
             slots: 0,
             numbers: 0,
         };
-        Self { config, local, state: Mutex::new(state), news: Notify::new(), finished: Condvar::new() }
+        Self {
+            config,
+            local,
+            in_flight: AtomicU64::new(0),
+            state: Mutex::new(state),
+            news: Notify::new(),
+            finished: Condvar::new(),
+        }
     }
 
     /// No code that holds the lock leaves the state half changed, so a poisoned lock is no reason to stop.

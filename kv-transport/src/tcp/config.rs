@@ -32,6 +32,9 @@ pub struct TcpConfig {
     /// 100 Gbit/s stays busy over a round trip of 1 ms. The first 2 MiB of every read are asked for all the same,
     /// as far as requests are granted, so that a small read does not wait for a large one.
     pub bytes_in_flight_per_peer: u64,
+    /// Bytes of reads that may be requested from all peers together and not yet received. Each peer is asked for one piece
+    /// whatever the others do, and for the first 2 MiB of each read, so that none waits for another. Default 256 MiB.
+    pub bytes_in_flight_max: u64,
     /// Largest piece into which reads are cut, asked for and granted. Messages travel between pieces. Default
     /// 512 KiB: large enough that the work per piece vanishes, small enough to pass in well under a millisecond.
     pub chunk_max_bytes: u32,
@@ -65,6 +68,7 @@ impl Default for TcpConfig {
             incoming_max: 1024,
             incoming_bytes: 16 << 20,
             bytes_in_flight_per_peer: 16 << 20,
+            bytes_in_flight_max: 256 << 20,
             chunk_max_bytes: 512 << 10,
             chunk_max_ranges: 1024,
             chunk_queue_max: 128,
@@ -117,6 +121,10 @@ impl TcpConfig {
                 self.bytes_in_flight_per_peer < u64::from(self.chunk_max_bytes),
                 "`bytes_in_flight_per_peer` is less than `chunk_max_bytes`",
             ),
+            (
+                self.bytes_in_flight_max < u64::from(self.chunk_max_bytes),
+                "`bytes_in_flight_max` is less than `chunk_max_bytes`",
+            ),
             (self.keep_alive.is_zero(), "`keep_alive` is zero"),
             (
                 self.keep_alive.checked_mul(2).is_none_or(|twice| self.silence_limit < twice),
@@ -140,6 +148,7 @@ impl TcpConfig {
             incoming_max: self.incoming_max,
             incoming_bytes: self.incoming_bytes,
             bytes_in_flight_per_peer: self.bytes_in_flight_per_peer,
+            bytes_in_flight_max: self.bytes_in_flight_max,
             chunk_max_bytes: self.chunk_max_bytes,
             chunk_max_ranges: self.chunk_max_ranges,
             chunk_queue_max: self.chunk_queue_max,
@@ -173,6 +182,7 @@ mod tests {
         assert!(refusal(|c| c.advertise = Some("two words".into())).contains("advertise"));
         assert!(refusal(|c| c.advertise = Some("::".into())).contains("wildcard"));
         assert!(refusal(|c| c.bytes_in_flight_per_peer = 1).contains("bytes_in_flight"));
+        assert!(refusal(|c| c.bytes_in_flight_max = 1).contains("bytes_in_flight_max"));
         assert!(refusal(|c| c.keep_alive = Duration::MAX).contains("silence_limit"));
         assert!(refusal(|c| c.chunk_max_bytes = 0).contains("chunk_max_bytes"));
     }

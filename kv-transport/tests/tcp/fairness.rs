@@ -56,3 +56,30 @@ async fn a_small_read_is_served_before_what_a_large_one_asked_for_earlier() {
     // The one that was being sent when it came, and the one whose turn it was.
     assert!(before <= 2, "{before} chunks came first");
 }
+
+#[tokio::test]
+async fn all_peers_together_are_asked_for_no_more_than_the_limit_and_none_for_nothing() {
+    let config = TcpConfig { bytes_in_flight_max: 4 * MIB, ..TcpConfig::default() };
+    let client = TcpTransport::bind(config).unwrap();
+    let (mut one, first) = Raw::serve(&client).await;
+    let (mut two, second) = Raw::serve(&client).await;
+    let region = client.register(Memory::allocate(64 << 20).unwrap()).unwrap();
+    client.read(request(1, first, &any_key(), region, vec![range(0, 0, 32 * MIB)])).unwrap();
+    let asked: Vec<_> = (0..8).map(|_| one.frame()).collect();
+    assert!(asked.iter().all(|frame| frame.kind == READ));
+    one.sync();
+    // The other gets the beginning of its read, though the limit is reached.
+    client.read(request(2, second, &any_key(), region, vec![range(0, 32 * MIB, 32 * MIB)])).unwrap();
+    let asked_two: Vec<_> = (0..4).map(|_| two.frame()).collect();
+    assert!(asked_two.iter().all(|frame| frame.kind == READ));
+    two.sync();
+    // When the first peer is gone there is room, which the second takes as it answers.
+    drop(one);
+    assert!(completion(&client, 1).await.result.is_err());
+    loss(&client, first).await;
+    two.send_frame(DATA, 0, asked_two[0].id, &vec![1; 512 << 10]);
+    two.send_frame(END, 0, asked_two[0].id, &[]);
+    for _ in 0..5 {
+        assert_eq!(two.frame().kind, READ);
+    }
+}
