@@ -179,7 +179,19 @@ pub fn open_transport(config: &Config) -> Result<Arc<dyn Transport>, ConnectorEr
         #[cfg(target_os = "linux")]
         "shm" => Ok(Arc::new(ShmTransport::bind(ShmConfig::default())?)),
         #[cfg(target_os = "linux")]
-        "ucx" => Ok(Arc::new(UcxTransport::open(UcxConfig::default())?)),
+        "ucx" => {
+            let mut ucx = UcxConfig::default();
+            // UCX listens on every interface that it may use, and whoever reaches it can reach this process's memory.
+            if resolve(&config.transport_host)?.ip().is_loopback()
+                && std::env::var_os("UCX_NET_DEVICES").is_none()
+            {
+                tracing::info!(
+                    "transport_host is a loopback: UCX keeps to it (UCX_NET_DEVICES says otherwise)"
+                );
+                ucx.settings.push(("NET_DEVICES".to_owned(), "lo".to_owned()));
+            }
+            Ok(Arc::new(UcxTransport::open(ucx)?))
+        }
         "auto" => {
             let mut members: Vec<Arc<dyn Transport>> = vec![];
             #[cfg(target_os = "linux")]

@@ -197,7 +197,7 @@ fn a_bad_command_line_is_refused_at_once_with_the_option_and_its_values() {
         ),
         (vec!["--prompts", nowhere], vec!["read --prompts no/such/file: ", "No such file"]),
         (vec!["--prompts", empty], vec!["--prompts ", empty, "has no prompt"]),
-        (vec!["--transport", "pigeon"], vec!["--transport: ", "\"pigeon\"", "[\"tcp\"]"]),
+        (vec!["--transport", "pigeon"], vec!["--transport: ", "\"pigeon\"", "[\"tcp\", \"shm\""]),
         (
             vec!["--prefill-ranks", "1", "--decode-ranks", "2"],
             vec!["--prefill-ranks and --decode-ranks: ", "1 and 2 differ"],

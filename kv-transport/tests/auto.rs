@@ -85,9 +85,10 @@ async fn the_best_that_both_have_is_used() {
 async fn when_the_best_fails_the_next_is_tried_and_the_reason_is_kept() {
     let members = [shm(), tcp()];
     let p = AutoTransport::over(members.to_vec()).unwrap();
-    let (_, key) = offer(&p);
-    // The member ends behind its back: its socket refuses.
+    // The member ends behind its back: its socket refuses, and the other one goes on.
     members[0].shutdown(LIMIT).await;
+    let (region, key) = offer(&p);
+    assert_eq!(p.faces(&[region]).unwrap().len(), 1);
     let d = auto();
     let peer = connect(&d, &p.address()).await;
     let lane = read(&d, peer, &key).await.unwrap();

@@ -1,6 +1,7 @@
 //! Finds libucp at run time.
 
 use std::ffi::{CStr, CString, OsStr};
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -80,7 +81,14 @@ fn find(named: Option<&Path>) -> Result<Api, LoadError> {
     // First, so that libucp finds the one beside it and not another.
     let ucs = open(&at(OsStr::new(UCS)))?;
     let path = at(ucp_name);
-    let ucp = open(&path)?;
+    // Constructors have run: what was loaded is never unloaded, whatever comes of it.
+    let ucp = match open(&path) {
+        Ok(ucp) => ucp,
+        Err(error) => {
+            std::mem::forget(ucs);
+            return Err(error);
+        }
+    };
     check(ucp, ucs, path.display().to_string())
 }
 
@@ -98,10 +106,11 @@ fn open(path: &Path) -> Result<Library, LoadError> {
 }
 
 fn check(ucp: Library, ucs: Library, library: String) -> Result<Api, LoadError> {
+    let from = ManuallyDrop::new(Libraries { ucp, ucs });
     // The version comes first: a function that an old one lacks is not what has to be said of it.
     let name = c"ucp_get_version";
     // SAFETY: this is the signature that ucp.h has declared since 1.0.
-    let version = unsafe { symbol::<crate::api::GetVersion>(&ucp, name) };
+    let version = unsafe { symbol::<crate::api::GetVersion>(&from.ucp, name) };
     let version = version.ok_or_else(|| LoadError::MissingFunction {
         library: library.clone(),
         function: "ucp_get_version",
@@ -112,14 +121,8 @@ fn check(ucp: Library, ucs: Library, library: String) -> Result<Api, LoadError> 
     if major != 1 || minor < OLDEST_MINOR {
         return Err(LoadError::WrongVersion { library, major, minor });
     }
-    let from = Libraries { ucp, ucs };
-    let found = Api::resolve(&from, (major, minor, release))
-        .map_err(|function| LoadError::MissingFunction { library, function });
-    if found.is_ok() {
-        // Forgotten, that is never unloaded.
-        std::mem::forget(from);
-    }
-    found
+    Api::resolve(&from, (major, minor, release))
+        .map_err(|function| LoadError::MissingFunction { library, function })
 }
 
 /// Looks a function up.

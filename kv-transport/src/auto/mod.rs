@@ -169,15 +169,22 @@ impl Transport for AutoTransport {
         let mut theirs = vec![];
         for member in &self.members {
             match member.register(memory.clone()) {
-                Ok(region) => theirs.push(region),
+                Ok(region) => theirs.push(Some(region)),
+                // The others go on without a member that has ended.
+                Err(TransportError::Closed { .. }) => theirs.push(None),
                 Err(error) => {
                     for (member, region) in self.members.iter().zip(theirs) {
-                        // It was registered a moment ago and nobody knows of it.
-                        member.deregister(region).ok();
+                        if let Some(region) = region {
+                            // It was registered a moment ago and nobody knows of it.
+                            member.deregister(region).ok();
+                        }
                     }
                     return Err(error);
                 }
             }
+        }
+        if theirs.iter().all(Option::is_none) {
+            return Err(TransportError::Closed { transport: NAME });
         }
         Ok(self.lock().registered(theirs))
     }
@@ -187,7 +194,15 @@ impl Transport for AutoTransport {
         let theirs = self.lock().region(region)?;
         let mut keys = List::new();
         for (member, region) in self.members.iter().zip(theirs) {
-            keys.insert(member.name().to_owned(), member.key(region)?.as_bytes().to_vec());
+            let Some(region) = region else { continue };
+            match member.key(region) {
+                Ok(key) => drop(keys.insert(member.name().to_owned(), key.as_bytes().to_vec())),
+                Err(TransportError::Closed { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        if keys.is_empty() {
+            return Err(TransportError::Closed { transport: NAME });
         }
         loop {
             let bytes = codec::encode(Tag::Key, &keys).ok_or(TransportError::BadKey { transport: NAME })?;
@@ -208,7 +223,11 @@ impl Transport for AutoTransport {
         let theirs = self.lock().deregistered(region)?;
         let mut result = Ok(());
         for (member, region) in self.members.iter().zip(theirs) {
-            result = result.and(member.deregister(region));
+            let Some(region) = region else { continue };
+            match member.deregister(region) {
+                Ok(()) | Err(TransportError::Closed { .. }) => {}
+                Err(error) => result = result.and(Err(error)),
+            }
         }
         result
     }
@@ -356,7 +375,12 @@ impl Transport for AutoTransport {
                 let theirs = self.lock().region_at(*region, index)?;
                 member.key(theirs)
             });
-            let keys = keys.collect::<Result<_, _>>()?;
+            let keys = match keys.collect::<Result<_, _>>() {
+                Ok(keys) => keys,
+                // It has ended, now or before the region came.
+                Err(TransportError::Closed { .. } | TransportError::UnknownRegion { .. }) => continue,
+                Err(error) => return Err(error),
+            };
             faces.push(Face { name: member.name(), address: member.address(), keys });
         }
         Ok(faces)

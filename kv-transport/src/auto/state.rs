@@ -40,8 +40,8 @@ pub(super) struct Attempt {
 
 #[derive(Debug)]
 struct Region {
-    /// By member.
-    theirs: Vec<RegionId>,
+    /// By member; one that had ended by then has none.
+    theirs: Vec<Option<RegionId>>,
     reads: usize,
 }
 
@@ -209,13 +209,13 @@ impl State {
 
     // Regions and reads.
 
-    pub(super) fn registered(&mut self, theirs: Vec<RegionId>) -> RegionId {
+    pub(super) fn registered(&mut self, theirs: Vec<Option<RegionId>>) -> RegionId {
         let region = RegionId(self.number());
         self.regions.insert(region, Region { theirs, reads: 0 });
         region
     }
 
-    pub(super) fn region(&self, region: RegionId) -> Result<Vec<RegionId>, TransportError> {
+    pub(super) fn region(&self, region: RegionId) -> Result<Vec<Option<RegionId>>, TransportError> {
         let entry = self.regions.get(&region).ok_or(TransportError::UnknownRegion { region })?;
         Ok(entry.theirs.clone())
     }
@@ -223,11 +223,11 @@ impl State {
     pub(super) fn region_at(&self, region: RegionId, member: usize) -> Result<RegionId, TransportError> {
         let entry = self.regions.get(&region);
         entry
-            .and_then(|entry| entry.theirs.get(member).copied())
+            .and_then(|entry| entry.theirs.get(member).copied().flatten())
             .ok_or(TransportError::UnknownRegion { region })
     }
 
-    pub(super) fn deregistered(&mut self, region: RegionId) -> Result<Vec<RegionId>, TransportError> {
+    pub(super) fn deregistered(&mut self, region: RegionId) -> Result<Vec<Option<RegionId>>, TransportError> {
         match self.regions.get(&region) {
             None => Err(TransportError::UnknownRegion { region }),
             Some(Region { reads, .. }) if *reads > 0 => {

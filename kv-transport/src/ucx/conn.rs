@@ -46,6 +46,7 @@ pub(super) struct Conn {
     pub(super) queue: VecDeque<Vec<u8>>,
     /// Frames that overtook the Welcome.
     pub(super) early: Vec<Frame>,
+    pub(super) early_bytes: u64,
     pub(super) heard: Instant,
     pub(super) last_get: Instant,
     pub(super) pinged: bool,
@@ -73,6 +74,7 @@ impl Conn {
             untaken: none,
             queue: VecDeque::new(),
             early: vec![],
+            early_bytes: 0,
             heard: now,
             last_get: now,
             pinged: false,

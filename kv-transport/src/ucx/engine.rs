@@ -52,6 +52,13 @@ impl Drop for Finish {
     }
 }
 
+/// How long the end waits for reads to end by themselves; then the worker is destroyed.
+const QUIET_AT_END: Duration = Duration::from_secs(1);
+/// Frames that may wait to leave by one endpoint.
+const SENDS_MAX: usize = 16_384;
+/// Reads of connections that are over which an endpoint may still keep memory for.
+const PINS_MAX: usize = 4096;
+
 impl Engine {
     pub(super) fn new(shared: Arc<Shared>, worker: Worker, own: Vec<u8>) -> Self {
         Self {
@@ -70,9 +77,20 @@ impl Engine {
     }
 
     /// Runs until [`Command::Shutdown`], or until the worker had to be destroyed.
-    pub(super) fn run(mut self) {
-        // Dropped last: when completions are told, UCX is gone and writes nothing.
+    pub(super) fn run(self) {
+        // What is declared first is dropped last, after a panic too: when completions are told, UCX is gone and writes nothing.
         let _finish = Finish(Arc::clone(&self.shared));
+        let mut engine = self;
+        engine.serve();
+        // Keys first, then the worker, then whoever waits for completions.
+        engine.ops.clear();
+        engine.worker.destroy();
+        engine.conns.clear();
+        engine.links.clear();
+        drop(engine);
+    }
+
+    fn serve(&mut self) {
         let mut last_turn = Instant::now();
         let mut idle_since = None;
         loop {
@@ -114,12 +132,6 @@ impl Engine {
                 self.sleep(now);
             }
         }
-        // Keys first, then the worker, then whoever waits for completions.
-        self.ops.clear();
-        self.worker.destroy();
-        self.conns.clear();
-        self.links.clear();
-        drop(self.worker);
     }
 
     /// If this process stood still, that is not the peers' silence.
@@ -162,7 +174,7 @@ impl Engine {
             }
             Command::Taken { peer, taken } => self.taken(peer, taken),
             Command::Shutdown => {
-                self.closing = Some(after(now, SHUTDOWN + self.shared.config.quiet_limit));
+                self.closing = Some(after(now, SHUTDOWN + self.shared.config.quiet_limit.min(QUIET_AT_END)));
                 self.alarm = now;
                 for peer in self.conns.keys().copied().collect::<Vec<_>>() {
                     self.leave(peer, LossReason::Closed, true, now);
@@ -320,6 +332,10 @@ impl Engine {
             link.peers.retain(|other| *other != peer);
             // The peer may be slow to notice; until the endpoint is closed it may be served.
             link.pins.extend(conn.pins.into_values());
+            // One who comes and goes over an endpoint that others keep open must not pin more and more.
+            if link.pins.len() > PINS_MAX {
+                self.force(conn.ep, now);
+            }
         }
         self.drain_link(conn.ep, now);
         if let Phase::Leaving { reason, .. } = conn.phase {
@@ -428,6 +444,13 @@ impl Engine {
         reply: bool,
         message: Option<(PeerId, usize)>,
     ) {
+        // Whoever asks and never takes the answers must not pile them up here.
+        if self.links.get(&ep).is_some_and(|link| link.sends >= SENDS_MAX) {
+            if let Some((peer, bytes)) = message {
+                self.shared.sent(peer, bytes);
+            }
+            return self.fail_link(ep, status::OVERRUN, Instant::now());
+        }
         match self.worker.send(ep, bytes, reply) {
             Ok(Some(post)) => {
                 self.posts.insert(post, Post::Send { ep, message });

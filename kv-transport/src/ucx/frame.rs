@@ -21,6 +21,8 @@
 
 use super::address::Life;
 
+use crate::contract::MESSAGE_MAX_BYTES;
+
 const TAG: [u8; 3] = *b"kv\x01";
 const HEADER_BYTES: usize = 16;
 
@@ -99,6 +101,21 @@ impl Cursor<'_> {
 
     fn window(&mut self) -> Option<Window> {
         Some(Window { messages: self.u32()?, bytes: self.u64()? })
+    }
+}
+
+/// Longest frame of any kind; a longer one is no frame of ours.
+pub(super) const FRAME_MAX_BYTES: usize = MESSAGE_MAX_BYTES + REGIONS_MAX * 16 + 4096;
+
+impl Body {
+    /// About how much memory it takes, in bytes.
+    pub(super) fn size(&self) -> u64 {
+        let inside = match self {
+            Self::Message(bytes) => bytes.len(),
+            Self::Open { regions, .. } => regions.len() * 16,
+            _ => 0,
+        };
+        inside as u64 + 64
     }
 }
 

@@ -38,7 +38,13 @@ impl Engine {
     /// The owner has the regions, or not.
     pub(super) fn op_opened(&mut self, peer: PeerId, serial: u64, known: bool, now: Instant) {
         let Some(ep) = self.conns.get(&peer).map(|conn| conn.ep) else { return };
-        let Some(op) = self.ops.get_mut(&serial) else { return };
+        let Some(op) = self.ops.get_mut(&serial) else {
+            // It ended while the owner was asked, who keeps the memory until it hears so.
+            if known {
+                self.say(peer, Body::Done { ticket: serial });
+            }
+            return;
+        };
         if op.peer != peer || !matches!(op.stage, Stage::Opening) {
             return;
         }
@@ -209,7 +215,8 @@ impl Engine {
     fn finish_op(&mut self, serial: u64, result: Result<(), ReadError>) {
         let Some(op) = self.ops.get(&serial) else { return };
         let peer = op.peer;
-        if matches!(op.stage, Stage::Opening | Stage::Reading | Stage::Ending { .. })
+        // One that is being opened is closed when the answer comes: the word must not pass the question on the way.
+        if matches!(op.stage, Stage::Reading | Stage::Ending { .. })
             && self.conns.get(&peer).is_some_and(Conn::is_open)
         {
             self.say(peer, Body::Done { ticket: serial });

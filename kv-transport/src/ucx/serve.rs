@@ -14,6 +14,12 @@ use crate::error::LossReason;
 const TICKETS_MAX: usize = 4096;
 /// Frames that may come before the Welcome.
 const EARLY_MAX: usize = 4096;
+/// Bytes that such frames may have, beside the messages that were granted.
+const EARLY_BYTES: u64 = 4 << 20;
+/// Connections over one endpoint: two that connect to each other at once share one, and each may do so again.
+const PEERS_PER_LINK_MAX: usize = 8;
+/// Regions of one read.
+const REGIONS_OF_READ_MAX: usize = 1024;
 
 impl Engine {
     pub(super) fn frame(&mut self, reply_to: Option<ReplyTo>, frame: Frame, now: Instant) {
@@ -47,7 +53,12 @@ impl Engine {
                 };
                 self.leave(peer, reason, false, now);
             }
-            _ if conn.early.len() < EARLY_MAX => conn.early.push(frame),
+            body if conn.early.len() < EARLY_MAX
+                && conn.early_bytes + body.size() <= self.shared.config.incoming_bytes + EARLY_BYTES =>
+            {
+                conn.early_bytes += body.size();
+                conn.early.push(Frame { token: frame.token, body });
+            }
             _ => self.leave(peer, LossReason::Protocol("no welcome"), false, now),
         }
     }
@@ -71,7 +82,12 @@ impl Engine {
                 return;
             }
         };
-        let refusal = if expected != self.shared.life { Some(Refusal::OtherLife) } else { None };
+        let crowded = self.links.get(&ep).is_some_and(|link| link.peers.len() >= PEERS_PER_LINK_MAX);
+        let refusal = match expected == self.shared.life {
+            false => Some(Refusal::OtherLife),
+            true if crowded => Some(Refusal::Full),
+            true => None,
+        };
         let own_token = match (refusal, getrandom::u64()) {
             (None, Ok(token)) => Ok(token),
             (None, Err(_)) => Err(Refusal::Full),
@@ -144,6 +160,13 @@ impl Engine {
 
     /// A peer is about to read: from now on the memory stays, whatever happens to its registration.
     fn open(&mut self, peer: PeerId, ticket: u64, regions: &[(u64, u64)], now: Instant) {
+        // The same region may serve many parts of a read; it is kept once.
+        let mut regions = regions.to_vec();
+        regions.sort_unstable();
+        regions.dedup();
+        if regions.len() > REGIONS_OF_READ_MAX {
+            return self.leave(peer, LossReason::Protocol("a read of too many regions"), false, now);
+        }
         let pins: Option<Vec<_>> = regions
             .iter()
             .map(|(region, nonce)| Some((*region, *nonce, self.shared.source(*region, *nonce)?)))

@@ -20,6 +20,7 @@ use kv_ucx_sys::abi::{
 };
 
 use super::fabric::{Fabric, Mapped, check};
+use super::frame::FRAME_MAX_BYTES;
 use crate::error::TransportError;
 
 /// The number under which our active messages travel.
@@ -86,7 +87,10 @@ unsafe extern "C" fn on_message(
     // SAFETY: UCX hands over a parameter that lives through the call.
     let Some(param) = (unsafe { param.as_ref() }) else { return abi::UCS_OK };
     // We always send the data along. What came otherwise is a stranger's; to return says that nobody wants it.
-    if param.recv_attr & abi::UCP_AM_RECV_ATTR_FLAG_RNDV != 0 || (data.is_null() && length > 0) {
+    if param.recv_attr & abi::UCP_AM_RECV_ATTR_FLAG_RNDV != 0
+        || (data.is_null() && length > 0)
+        || length > FRAME_MAX_BYTES
+    {
         return abi::UCS_OK;
     }
     let bytes = if length == 0 {
@@ -100,6 +104,9 @@ unsafe extern "C" fn on_message(
     put(Raw::Told(Told::Frame { reply_to, bytes }));
     abi::UCS_OK
 }
+
+/// Pause between two looks where UCX has nothing to be woken by.
+const NO_WAKE_PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
 
 /// The worker itself, kept alive by the keys that were unpacked with it.
 struct Inner {
@@ -223,9 +230,20 @@ impl Worker {
 
     /// Whether one may sleep until the descriptor becomes readable.
     pub(super) fn arm(&mut self) -> bool {
+        if self.inner.destroyed.get() {
+            return false;
+        }
         // SAFETY: this thread's worker.
-        !self.inner.destroyed.get()
-            && unsafe { (self.inner.fabric.api.ucp_worker_arm)(self.inner.handle) } == abi::UCS_OK
+        match unsafe { (self.inner.fabric.api.ucp_worker_arm)(self.inner.handle) } {
+            abi::UCS_OK => true,
+            abi::UCS_ERR_BUSY => false,
+            status => {
+                // It cannot wake us: rather look now and then than without a pause.
+                tracing::debug!(status, "UCX cannot be waited for");
+                std::thread::sleep(NO_WAKE_PAUSE);
+                false
+            }
+        }
     }
 
     /// Whether UCX told something that was not taken yet: also calls other than [`Worker::progress`] make it tell.
