@@ -85,8 +85,11 @@ impl Grants {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lists a region. One that finds no room is read over the connection.
+    /// Lists a region. One that finds no room, or lies on a device, is read over the connection.
     pub(super) fn add(&self, region: RegionId, nonce: u64, memory: Memory) {
+        if memory.on_device().is_some() {
+            return;
+        }
         match self.registry.list(nonce) {
             Some(slot) => drop(self.lock().insert(region, Grant { nonce, memory, slot })),
             None => tracing::warn!(%region, "too many regions to list; this one is read over the connection"),
@@ -120,7 +123,7 @@ impl Grants {
                 let grant = regions.get(&RegionId(key.region)).filter(|grant| grant.nonce == key.nonce);
                 let Some(grant) = grant else { return Ok(Answer::None) };
                 (memory, slot) = (grant.memory.clone(), grant.slot);
-                place = memory.base() as u64;
+                place = memory.place().address;
                 memory.shared_file().map(|(file, mapped)| file.try_clone().map(|file| (file, mapped)))
             }
         };
