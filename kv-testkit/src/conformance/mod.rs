@@ -42,6 +42,7 @@
 mod bench;
 mod case;
 mod child;
+pub mod device;
 mod harness;
 mod run;
 #[cfg(target_os = "linux")]

@@ -13,10 +13,12 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::Instant;
 
 use super::commands::{AcceptedRead, Command, Control, after};
+use super::core::system;
 use super::key::Key;
 use super::limits::Limits;
 use super::local::{LocalPath, Taken};
 use super::plan::Plan;
+use super::staging::Staging;
 use super::target::Target;
 use crate::contract::{
     Event, MESSAGE_MAX_BYTES, OpId, PeerId, RangeSet, ReadLimits, ReadOutcome, ReadPart, ReadRequest,
@@ -144,6 +146,8 @@ pub(crate) struct Shared {
     pub(crate) config: Limits,
     /// How peers' memory is read without their help, if there is a way.
     pub(crate) local: Option<Arc<dyn LocalPath>>,
+    /// How bytes of devices are had.
+    pub(crate) staging: Staging,
     state: Mutex<State>,
     news: Notify,
     finished: Condvar,
@@ -161,7 +165,15 @@ impl Shared {
             slots: 0,
             numbers: 0,
         };
-        Self { config, local, state: Mutex::new(state), news: Notify::new(), finished: Condvar::new() }
+        let staging = Staging::new(config.name, config.chunk_max_bytes, config.staging_bytes);
+        Self {
+            config,
+            local,
+            staging,
+            state: Mutex::new(state),
+            news: Notify::new(),
+            finished: Condvar::new(),
+        }
     }
 
     /// No code that holds the lock leaves the state half changed, so a poisoned lock is no reason to stop.
@@ -172,6 +184,9 @@ impl Shared {
     // Called by anybody.
 
     pub(crate) fn register(&self, memory: Memory, nonce: u64) -> Result<RegionId, TransportError> {
+        if let Some(device) = memory.on_device() {
+            self.staging.open(device).map_err(|error| system("start", "a thread that copies", &error))?;
+        }
         let mut state = self.lock();
         state.open()?;
         let region = RegionId(state.number());
@@ -292,9 +307,15 @@ impl Shared {
 
     /// Hands a command to a peer's task; one that is gone has ended everything.
     pub(crate) fn hand(&self, peer: PeerId, command: Command) {
-        if let Some(entry) = self.lock().peers.get(&peer) {
-            entry.commands.send(command).ok();
+        let mail = self.mail(peer);
+        if let Some(mail) = mail {
+            mail.send(command).ok();
         }
+    }
+
+    /// The way to a peer's task.
+    pub(crate) fn mail(&self, peer: PeerId) -> Option<UnboundedSender<Command>> {
+        self.lock().peers.get(&peer).map(|entry| entry.commands.clone())
     }
 
     fn check_read(
@@ -499,6 +520,7 @@ impl Shared {
         state.regions.clear();
         state.phase = Phase::Finished;
         drop(state);
+        self.staging.close();
         self.finished.notify_all();
         self.news.notify_one();
     }
