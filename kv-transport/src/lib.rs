@@ -3,6 +3,8 @@
 pub mod auto;
 mod check;
 pub mod contract;
+#[cfg(target_os = "linux")]
+pub mod cuda;
 pub mod device;
 pub mod error;
 pub mod memory;
