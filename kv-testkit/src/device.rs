@@ -357,6 +357,43 @@ mod tests {
     }
 
     #[test]
+    fn digests_of_blocks_on_a_device_are_those_of_the_same_bytes_in_host_memory() {
+        use kv_proto::message::GroupList;
+        use kv_proto::{BlockId, BlockLayout, BlockOrder, Dtype, RegionKind, RegionLayout};
+
+        let bytes = 1_300_000;
+        let region = RegionLayout {
+            layer: "l0".into(),
+            kind: RegionKind::KeyValue,
+            group: 0,
+            memory: 0,
+            base: 5,
+            block_stride: bytes + 3,
+            block_bytes: bytes,
+            dtype: Dtype::U8,
+            heads: 10,
+            head_size: 1024,
+        };
+        let layout =
+            BlockLayout { block_tokens: 4, blocks: 3, order: BlockOrder::HeadsTokens, regions: vec![region] };
+        let device = HostDevice::new().unwrap();
+        let far = device.allocate(5 + 3 * (bytes as usize + 3)).unwrap();
+        let near = Memory::allocate(far.len()).unwrap();
+        let content: Vec<u8> = (0..far.len()).map(|i| (i * i % 251) as u8).collect();
+        let groups = [GroupList { group: 0, blocks: [2, 0].into_iter().map(BlockId).collect() }];
+        let digest = |memory: &Memory| {
+            memory.write(0, &content).unwrap();
+            kv_worker::digest::Digester::new(layout.clone(), vec![memory.clone()]).digest(&groups)
+        };
+        let digests = digest(&far).unwrap();
+        assert_eq!(digests, digest(&near).unwrap());
+        assert_ne!(digests[0], digests[1]);
+        device.lose();
+        let lost = kv_worker::digest::Digester::new(layout.clone(), vec![far]).digest(&groups);
+        assert!(matches!(lost, Err(MemoryError::Device(DeviceError::Lost { .. }))), "{lost:?}");
+    }
+
+    #[test]
     fn copies_can_be_held_back() {
         let device = HostDevice::new().unwrap();
         let memory = device.allocate(64).unwrap();
