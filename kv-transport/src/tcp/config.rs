@@ -41,7 +41,7 @@ pub struct TcpConfig {
     /// with the default window asks for, and 1.5 MiB of memory at most.
     pub chunk_queue_max: u32,
     /// Pinned host memory through which the bytes of device memory go, for each device and direction; made when it is needed.
-    /// At least `chunk_max_bytes`. Default 32 MiB: twice what one peer may have on its way.
+    /// Always enough for one piece. Default 32 MiB: twice what one peer may have on its way.
     pub staging_bytes: usize,
     /// After this long without a byte from a peer it is pinged. Default 1 s.
     pub keep_alive: Duration,
@@ -120,10 +120,6 @@ impl TcpConfig {
             (
                 self.bytes_in_flight_per_peer < u64::from(self.chunk_max_bytes),
                 "`bytes_in_flight_per_peer` is less than `chunk_max_bytes`",
-            ),
-            (
-                self.staging_bytes < self.chunk_max_bytes as usize,
-                "`staging_bytes` is less than `chunk_max_bytes`",
             ),
             (self.keep_alive.is_zero(), "`keep_alive` is zero"),
             (
