@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod conformance;
+pub mod device;
 pub mod engine;
 pub mod explore;
 pub mod faults;

@@ -2,7 +2,7 @@
 
 use crate::contract::{ReadRequest, RegionId};
 use crate::error::TransportError;
-use crate::memory::Memory;
+use crate::memory::{Memory, Place};
 
 impl ReadRequest {
     /// Checks what concerns our own side: limits, regions, local ranges, and that no two of them write the same bytes.
@@ -25,16 +25,18 @@ impl ReadRequest {
                     let region_len = memory.len() as u64;
                     return Err(TransportError::LocalRange { op, index, offset, len, region_len });
                 }
-                let start = memory.base() as u64 + offset;
-                places.push((start, start + len, region, offset));
+                // The range lies inside, so the sums fit.
+                let Place { device, address } = memory.place();
+                let start = address + offset;
+                places.push((device, start, start + len, region, offset));
             }
         }
         if places.is_empty() {
             return Err(TransportError::NoRanges { op });
         }
         places.sort_unstable();
-        match places.windows(2).find(|pair| pair[1].0 < pair[0].1) {
-            Some(pair) => Err(TransportError::Overlap { op, region: pair[1].2, offset: pair[1].3 }),
+        match places.windows(2).find(|pair| pair[1].0 == pair[0].0 && pair[1].1 < pair[0].2) {
+            Some(pair) => Err(TransportError::Overlap { op, region: pair[1].3, offset: pair[1].4 }),
             None => Ok(()),
         }
     }

@@ -265,7 +265,7 @@ pub struct Capabilities {
     pub host_memory: bool,
     /// Whether regions may lie in device memory.
     pub device_memory: bool,
-    /// Whether a read needs no step of the peer's processor.
+    /// Whether a read of host memory needs no step of the peer's processor.
     pub one_sided: bool,
     /// Whether peers on other machines can be reached.
     pub across_hosts: bool,

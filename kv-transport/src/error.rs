@@ -3,6 +3,7 @@
 use thiserror::Error;
 
 use crate::contract::{OpId, PeerId, RegionId};
+use crate::device::DeviceError;
 
 /// A call was refused and changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -204,6 +205,12 @@ pub enum ReadError {
         /// The native code.
         code: i64,
     },
+    /// The peer's region lies on a device, which did not give the bytes.
+    #[error("the peer's device did not give the bytes")]
+    RemoteDevice,
+    /// The device that the bytes were for did not take them.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// The transport was shut down.
     #[error("transport closed")]
     Closed,
@@ -213,8 +220,10 @@ impl ReadError {
     /// Whether the same read may succeed when it is submitted again.
     pub fn may_retry(&self) -> bool {
         match self {
-            Self::TimedOut | Self::Stalled | Self::PeerLost(_) | Self::Fabric { .. } => true,
-            Self::Cancelled | Self::UnknownKey | Self::RemoteRange | Self::Closed => false,
+            Self::TimedOut | Self::Stalled | Self::PeerLost(_) | Self::Fabric { .. } | Self::RemoteDevice => {
+                true
+            }
+            Self::Device(_) | Self::Cancelled | Self::UnknownKey | Self::RemoteRange | Self::Closed => false,
         }
     }
 }

@@ -3,6 +3,9 @@
 pub mod auto;
 mod check;
 pub mod contract;
+#[cfg(target_os = "linux")]
+pub mod cuda;
+pub mod device;
 pub mod error;
 pub mod memory;
 #[doc = include_str!("rules.md")]
@@ -17,5 +20,6 @@ pub use contract::{
     Address, Capabilities, Event, Face, MESSAGE_MAX_BYTES, OPAQUE_MAX_BYTES, OpId, PeerId, RangeSet,
     ReadLimits, ReadOutcome, ReadPart, ReadRange, ReadRequest, RegionId, RegionKey, Transport,
 };
+pub use device::{Device, DeviceError, DeviceId};
 pub use error::{LossReason, ReadError, TransportError};
-pub use memory::{Memory, MemoryError, Pages};
+pub use memory::{Memory, MemoryError, Pages, Place};

@@ -12,6 +12,8 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
+use crate::device::{Bounce, BounceError, Device, DeviceError, DeviceId};
+
 /// Alignment of allocated memory: a page.
 const PAGE_BYTES: usize = 4096;
 
@@ -51,6 +53,24 @@ pub enum MemoryError {
         /// Size of the memory.
         size: u64,
     },
+    /// The processor cannot touch these bytes: they lie on a device.
+    #[error("these bytes lie on device {device}, where the processor cannot touch them")]
+    OnDevice {
+        /// Which device.
+        device: DeviceId,
+    },
+    /// The device that has the bytes did not copy them.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// Where memory lies, to be compared and never to be followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Place {
+    /// The device; `None` for the host.
+    pub device: Option<DeviceId>,
+    /// First byte.
+    pub address: u64,
 }
 
 /// Size of the pages behind shared memory.
@@ -73,9 +93,15 @@ enum Backing {
     Foreign {
         _keep: Arc<dyn Any + Send + Sync>,
     },
+    Device {
+        device: Arc<dyn Device>,
+        address: u64,
+        _keep: Arc<dyn Any + Send + Sync>,
+    },
 }
 
 struct Inner {
+    /// Null if the bytes lie on a device.
     base: *mut u8,
     len: usize,
     backing: Backing,
@@ -99,12 +125,12 @@ impl Drop for Inner {
                     tracing::error!(%error, mapped, "shared KV memory was not unmapped");
                 }
             }
-            Backing::Foreign { .. } => {}
+            Backing::Foreign { .. } | Backing::Device { .. } => {}
         }
     }
 }
 
-/// A shared handle to a range of host memory. Clones name the same bytes; the last one frees them.
+/// A shared handle to a range of memory, the host's or a device's. Clones name the same bytes; the last one frees them.
 #[derive(Clone)]
 pub struct Memory(Arc<Inner>);
 
@@ -196,9 +222,46 @@ impl Memory {
         Self(Arc::new(Inner { base, len, backing: Backing::Foreign { _keep: keep } }))
     }
 
-    /// First byte. What is done with it is the caller's responsibility.
-    pub fn base(&self) -> *mut u8 {
-        self.0.base
+    /// Names memory of a device, such as an engine's KV cache on a GPU. Only transports that claim `device_memory` take it.
+    ///
+    /// # Safety
+    ///
+    /// `address` must be valid on the device for copies of `len` bytes in both directions as long as `keep` is alive.
+    pub unsafe fn device(
+        device: Arc<dyn Device>,
+        address: u64,
+        len: usize,
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Self, MemoryError> {
+        if len == 0 || address.checked_add(len as u64).is_none() {
+            return Err(MemoryError::BadLength { bytes: len });
+        }
+        let backing = Backing::Device { device, address, _keep: keep };
+        Ok(Self(Arc::new(Inner { base: std::ptr::null_mut(), len, backing })))
+    }
+
+    /// First byte, if the processor can touch it. What is done with it is the caller's responsibility.
+    pub fn base(&self) -> Result<*mut u8, MemoryError> {
+        match self.on_device() {
+            None => Ok(self.0.base),
+            Some(device) => Err(MemoryError::OnDevice { device: device.id() }),
+        }
+    }
+
+    /// Where it lies: what tells whether two handles name the same bytes.
+    pub fn place(&self) -> Place {
+        match &self.0.backing {
+            Backing::Device { device, address, .. } => Place { device: Some(device.id()), address: *address },
+            _ => Place { device: None, address: self.0.base as u64 },
+        }
+    }
+
+    /// The device that has the bytes; `None` if the host has them.
+    pub fn on_device(&self) -> Option<&Arc<dyn Device>> {
+        match &self.0.backing {
+            Backing::Device { device, .. } => Some(device),
+            _ => None,
+        }
     }
 
     /// Number of bytes.
@@ -216,16 +279,26 @@ impl Memory {
         offset.checked_add(len).is_some_and(|end| end <= self.0.len as u64)
     }
 
-    fn at(&self, offset: u64, len: usize) -> Result<*mut u8, MemoryError> {
-        if !self.contains(offset, len as u64) {
-            return Err(MemoryError::OutOfRange { offset, len: len as u64, size: self.0.len as u64 });
+    fn check(&self, offset: u64, len: usize) -> Result<(), MemoryError> {
+        if self.contains(offset, len as u64) {
+            return Ok(());
         }
-        // SAFETY: the offset was just checked to lie inside the allocation, so it also fits `usize`.
-        Ok(unsafe { self.0.base.add(offset as usize) })
+        Err(MemoryError::OutOfRange { offset, len: len as u64, size: self.0.len as u64 })
     }
 
-    /// Copies bytes out. If somebody writes them at the same time, the copy is of no particular bytes.
+    fn at(&self, offset: u64, len: usize) -> Result<*mut u8, MemoryError> {
+        self.check(offset, len)?;
+        // SAFETY: the offset was just checked to lie inside the allocation, so it also fits `usize`.
+        Ok(unsafe { self.base()?.add(offset as usize) })
+    }
+
+    /// Copies bytes out. If somebody writes them at the same time, the copy is of no particular bytes. Bytes on a device are
+    /// waited for, some seconds at most.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), MemoryError> {
+        if let Backing::Device { device, address, .. } = &self.0.backing {
+            self.check(offset, into.len())?;
+            return self.bounce(&**device, into.len(), |bounce| bounce.read(address + offset, into));
+        }
         let from = self.at(offset, into.len())?;
         // SAFETY: `at` checked the bounds, and a slice of the caller's cannot overlap memory that is only
         // reachable through this handle or, if foreign, to which no reference may exist.
@@ -233,18 +306,38 @@ impl Memory {
         Ok(())
     }
 
-    /// Copies bytes in.
+    /// Copies bytes in; as [`Memory::read`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<(), MemoryError> {
+        if let Backing::Device { device, address, .. } = &self.0.backing {
+            self.check(offset, from.len())?;
+            return self.bounce(&**device, from.len(), |bounce| bounce.write(address + offset, from));
+        }
         let into = self.at(offset, from.len())?;
         // SAFETY: as in `read`.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), into, from.len()) };
         Ok(())
     }
+
+    fn bounce(
+        &self,
+        device: &dyn Device,
+        bytes: usize,
+        copy: impl FnOnce(Bounce<'_>) -> Result<(), BounceError>,
+    ) -> Result<(), MemoryError> {
+        match Bounce::new(device, self, bytes).and_then(copy) {
+            Ok(()) => Ok(()),
+            Err(BounceError::NoMemory) => Err(MemoryError::OutOfMemory { bytes }),
+            Err(BounceError::Device(error)) => Err(error.into()),
+        }
+    }
 }
 
 impl fmt::Debug for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Memory({} bytes)", self.0.len)
+        match self.on_device() {
+            None => write!(f, "Memory({} bytes)", self.0.len),
+            Some(device) => write!(f, "Memory({} bytes on {})", self.0.len, device.id()),
+        }
     }
 }
 

@@ -9,6 +9,8 @@ use twox_hash::XxHash3_64;
 
 /// Bytes copied at once: they are hashed while they are still in the processor's first cache.
 const PIECE_BYTES: usize = 16 << 10;
+/// The same for memory on a device, where each copy is waited for.
+const DEVICE_PIECE_BYTES: usize = 1 << 20;
 
 /// Positions that these lists name together: as many as the longest has.
 pub fn positions(groups: &[GroupList]) -> u32 {
@@ -47,7 +49,8 @@ impl Digester {
         let count = positions(groups);
         let mut digests = Vec::with_capacity(count as usize);
         let mut blocks = vec![None; lists.len()];
-        let mut piece = vec![0; PIECE_BYTES];
+        let on_device = self.memories.iter().any(|memory| memory.on_device().is_some());
+        let mut piece = vec![0; if on_device { DEVICE_PIECE_BYTES } else { PIECE_BYTES }];
         for _ in 0..count {
             for (block, list) in blocks.iter_mut().zip(&mut lists) {
                 *block = list.next();
@@ -62,7 +65,7 @@ impl Digester {
                 let nowhere = MemoryError::OutOfRange { offset: at, len: left, size: 0 };
                 let memory = memory.ok_or(nowhere)?;
                 while left > 0 {
-                    let len = left.min(PIECE_BYTES as u64);
+                    let len = left.min(piece.len() as u64);
                     let piece = &mut piece[..len as usize];
                     memory.read(at, piece)?;
                     hasher.write(piece);

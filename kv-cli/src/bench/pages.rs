@@ -53,7 +53,8 @@ fn place(memory: &Memory, block: u32, block_bytes: usize) -> io::Result<*mut u8>
     if !memory.contains(offset, block_bytes as u64) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    Ok(memory.base().wrapping_add(offset as usize))
+    let base = memory.base().map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+    Ok(base.wrapping_add(offset as usize))
 }
 
 /// Copies blocks `remote` of `from` to blocks `local` of `into`, one by one: the machine's memcpy.

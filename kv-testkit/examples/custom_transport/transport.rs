@@ -149,6 +149,9 @@ impl Transport for Inproc {
     }
 
     fn register(&self, memory: Memory) -> Result<RegionId, TransportError> {
+        if memory.on_device().is_some() {
+            return Err(TransportError::Unsupported { transport: NAME, what: "device memory" });
+        }
         let (nonce, mut table) = (random()?, table());
         let region = RegionId(table.number());
         table.open(self.0)?.regions.insert(region, (memory, nonce));

@@ -82,6 +82,11 @@ pub trait Harness: Send + Sync {
         Ok(Memory::allocate(bytes)?)
     }
 
+    /// Memory on a device such as the transport wants it, zeroed; unless it says otherwise, on one made of host memory.
+    fn device_memory(&self, bytes: usize) -> Result<Memory, Unavailable> {
+        Ok(super::device::host_device()?.allocate(bytes)?)
+    }
+
     /// A peer that can be stopped and killed; [`ChildPeer::start`](super::ChildPeer::start) is one for transports
     /// that reach other processes.
     fn remote(&self) -> Result<Box<dyn Remote>, Unavailable> {

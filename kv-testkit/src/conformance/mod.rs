@@ -42,6 +42,9 @@
 mod bench;
 mod case;
 mod child;
+#[cfg(target_os = "linux")]
+pub mod cuda;
+pub mod device;
 mod harness;
 mod run;
 #[cfg(target_os = "linux")]

@@ -2,7 +2,7 @@
 
 use kv_transport::{MESSAGE_MAX_BYTES, TransportError};
 
-use super::bench::{Bench, Pair, pattern, range};
+use super::bench::{Bench, Pair, contents, pattern, range};
 use super::case::{End, Outcome, broken, cases, check};
 
 cases!(T12:
@@ -10,6 +10,7 @@ cases!(T12:
     t12_the_longest_message_that_is_claimed_arrives,
     t12_messages_beyond_the_claim_are_refused_by_name,
     t12_host_memory_works_as_claimed,
+    t12_device_memory_works_as_claimed,
     t12_one_sided_reads_need_no_step_of_the_peer,
     t12_other_hosts_are_reached_as_claimed,
 );
@@ -78,6 +79,51 @@ fn t12_host_memory_works_as_claimed(bench: &Bench) -> Outcome {
         Err(TransportError::Unsupported { .. }) => Ok(()),
         other => Err(broken!(T12, "host memory is not claimed, and register says {other:?}")),
     }
+}
+
+fn t12_device_memory_works_as_claimed(bench: &Bench) -> Outcome {
+    let memory = bench.harness.device_memory(5 << 20)?;
+    check!(T12, memory.base().is_err(), "the memory that the harness gave lies on no device");
+    let Pair { server, client, peer, .. } = bench.pair()?;
+    if !client.transport.capabilities().device_memory {
+        return match client.transport.register(memory) {
+            Err(TransportError::Unsupported { .. }) => Ok(()),
+            other => Err(broken!(T12, "device memory is not claimed, and register says {other:?}")),
+        };
+    }
+    let host = client.transport.capabilities().host_memory;
+    let failed = |error| broken!(T12, "device memory: {error}");
+    let bytes = pattern(memory.len(), 1);
+    memory.write(0, &bytes).map_err(failed)?;
+    let key = server.transport.key(server.register(memory.clone())?);
+    let key = key.map_err(|error| broken!(T12, "no key of device memory: {error}"))?;
+    // Out of a device into another place of it, in pieces out of order; then into the host; then from the host to it.
+    let there = bench.harness.device_memory(bytes.len())?;
+    let half = bytes.len() as u64 / 2;
+    let ranges = vec![range(half, 3, half - 3), range(0, half, half), range(half, 0, 3)];
+    let outcome = client.fetch(peer, &key, client.register(there.clone())?, ranges)?;
+    check!(T12, outcome.result == Ok(()), "from device to device: {:?}", outcome.result);
+    let mut expected = bytes.clone();
+    expected.copy_within(half as usize.., 0);
+    expected[3..half as usize].copy_from_slice(&bytes[half as usize..2 * half as usize - 3]);
+    expected[half as usize..].copy_from_slice(&bytes[..half as usize]);
+    check!(T12, contents(&there) == expected, "from device to device: other bytes");
+    if !host {
+        return Ok(());
+    }
+    let failed = |error| broken!(T12, "no host memory: {error}");
+    let near = kv_transport::Memory::allocate(bytes.len()).map_err(failed)?;
+    let whole = vec![range(0, 0, bytes.len() as u64)];
+    let outcome = client.fetch(peer, &key, client.register(near.clone())?, whole.clone())?;
+    check!(T12, outcome.result == Ok(()), "from device to host: {:?}", outcome.result);
+    check!(T12, contents(&near) == bytes, "from device to host: other bytes");
+    let key = server.transport.key(server.register(near)?);
+    let key = key.map_err(|error| broken!(T12, "no key of host memory: {error}"))?;
+    let there = bench.harness.device_memory(bytes.len())?;
+    let outcome = client.fetch(peer, &key, client.register(there.clone())?, whole)?;
+    check!(T12, outcome.result == Ok(()), "from host to device: {:?}", outcome.result);
+    check!(T12, contents(&there) == bytes, "from host to device: other bytes");
+    Ok(())
 }
 
 fn t12_one_sided_reads_need_no_step_of_the_peer(bench: &Bench) -> Outcome {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kv_transport::{
-    Memory, MemoryError, OpId, RangeSet, ReadPart, ReadRange, ReadRequest, RegionId, TransportError,
+    Memory, MemoryError, OpId, Place, RangeSet, ReadPart, ReadRange, ReadRequest, RegionId, TransportError,
 };
 
 use crate::sim::Dice;
@@ -39,8 +39,9 @@ pub(super) fn check(
                     region_len: memory.len() as u64,
                 });
             }
-            let start = memory.base().addr() as u64 + range.local_offset;
-            taken.push((start, start + range.len, part.region, range.local_offset));
+            let Place { device, address } = memory.place();
+            let start = address + range.local_offset;
+            taken.push((device, start, start + range.len, part.region, range.local_offset));
             places.push((memory.clone(), range.local_offset, range.len));
         }
     }
@@ -49,7 +50,8 @@ pub(super) fn check(
     }
     taken.sort_unstable();
     for pair in taken.windows(2) {
-        if let [(_, end, ..), (start, _, region, offset)] = pair
+        if let [(before, _, end, ..), (device, start, _, region, offset)] = pair
+            && before == device
             && start < end
         {
             return Err(TransportError::Overlap { op, region: *region, offset: *offset });

@@ -94,10 +94,10 @@ impl Grants {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lists a region. One that finds no room is read over the connection.
+    /// Lists a region. One that finds no room, or lies on a device, is read over the connection.
     pub(super) fn add(&self, region: RegionId, nonce: u64, memory: Memory) {
         let mut state = self.lock();
-        if state.closed {
+        if state.closed || memory.on_device().is_some() {
             return;
         }
         match self.registry.list(nonce) {
@@ -139,7 +139,7 @@ impl Grants {
                 let grant = state.regions.get(&RegionId(key.region)).filter(|grant| grant.nonce == key.nonce);
                 let Some(grant) = grant else { return Ok(Answer::None) };
                 (memory, slot) = (grant.memory.clone(), grant.slot);
-                place = memory.base() as u64;
+                place = memory.place().address;
                 memory.shared_file().map(|(file, mapped)| file.try_clone().map(|file| (file, mapped)))
             }
         };

@@ -4,7 +4,7 @@
 //!
 //! * memory from [`Memory::allocate_shared`] is mapped by the reader and copied once;
 //! * other memory is read by `process_vm_readv`, if the system allows it (one user, and ptrace rights);
-//! * where neither is possible the socket carries the bytes, which [`ShmTransport::lane`] and the log say.
+//! * where neither is possible, or memory lies on a device, the socket carries the bytes, which [`ShmTransport::lane`] and the log say.
 //!
 //! Who may look into whose memory is decided by the kernel's word on the user at the other end of a Unix socket and by a secret
 //! in the address, not by a name: descriptors are handed out one by one (`grants.rs`). A page that the owner keeps says which
@@ -182,7 +182,7 @@ impl Transport for ShmTransport {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { message_max_bytes: MESSAGE_MAX_BYTES, ..Capabilities::basic() }
+        Capabilities { message_max_bytes: MESSAGE_MAX_BYTES, device_memory: true, ..Capabilities::basic() }
     }
 
     fn address(&self) -> Address {

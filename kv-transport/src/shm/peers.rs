@@ -367,6 +367,9 @@ impl LocalPath for Peers {
     fn take(&self, of: PeerId, read: AcceptedRead) -> Taken {
         let mut state = self.lock();
         let Some(peer) = state.peers.get(&of).cloned() else { return Taken::No(read) };
+        if read.plan.to_device() {
+            return Taken::No(read);
+        }
         let mut regions = HashMap::new();
         let (mut unknown, mut carried) = (false, false);
         {

@@ -7,7 +7,7 @@
 #![allow(unsafe_code)] // Words of shared memory are looked at as atomics; each block states its reason.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, PoisonError};
 
 use super::window::Window;
@@ -27,6 +27,8 @@ pub(super) type Probe = [u8; PROBE_BYTES];
 #[derive(Debug)]
 pub(super) struct Registry {
     memory: Memory,
+    /// First byte of the memory.
+    page: AtomicPtr<u8>,
     free: Mutex<Vec<u32>>,
 }
 
@@ -34,7 +36,8 @@ impl Registry {
     pub(super) fn new(probe: Probe) -> Result<Self, MemoryError> {
         let memory = Memory::allocate_shared(REGISTRY_BYTES, Pages::Normal)?;
         memory.write(0, &probe)?;
-        Ok(Self { memory, free: Mutex::new((0..SLOTS).rev().collect()) })
+        let page = AtomicPtr::new(memory.base()?);
+        Ok(Self { memory, page, free: Mutex::new((0..SLOTS).rev().collect()) })
     }
 
     pub(super) fn file(&self) -> Option<&OwnedFd> {
@@ -43,14 +46,14 @@ impl Registry {
 
     /// Where the probe lies in this process.
     pub(super) fn probe_at(&self) -> u64 {
-        self.memory.base() as u64
+        self.memory.place().address
     }
 
     fn word(&self, slot: u32) -> &AtomicU64 {
         let at = SLOTS_AT + slot.min(SLOTS - 1) as usize * 8;
         // SAFETY: the word lies inside the memory, which lives as long as `self`, is aligned to a page plus a multiple of
         // eight, and is only ever used as an atomic; other processes cannot write it, since its file is sealed.
-        unsafe { AtomicU64::from_ptr(self.memory.base().add(at).cast()) }
+        unsafe { AtomicU64::from_ptr(self.page.load(Ordering::Relaxed).add(at).cast()) }
     }
 
     /// Lists a region; `None` if the page is full.

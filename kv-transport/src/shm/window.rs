@@ -75,6 +75,7 @@ impl Window {
                     (at, room) = (next, u64::from(size));
                 }
                 let here = left.min(room);
+                let base = host(&cut.memory)?;
                 let inside = from.checked_add(here).is_some_and(|end| end <= self.len as u64);
                 if !inside || !cut.memory.contains(at, here) {
                     return Err(io::ErrorKind::InvalidInput.into());
@@ -83,7 +84,7 @@ impl Window {
                 // destination belongs to this transport until the read's completion. It is another range of addresses than
                 // the mapping, even where both show the same pages of this very process.
                 unsafe {
-                    let to = cut.memory.base().add(at as usize);
+                    let to = base.add(at as usize);
                     std::ptr::copy_nonoverlapping(self.base.add(from as usize), to, here as usize);
                 }
                 (from, left, at, room) = (from + here, left - here, at + here, room - here);
@@ -145,11 +146,16 @@ pub(super) fn copy_process(pid: i32, base: u64, cut: &Cut, probe_at: u64, probe:
     if found == *probe { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ESRCH)) }
 }
 
+/// Destinations on devices are carried by the connection, so none comes here.
+fn host(memory: &Memory) -> io::Result<*mut u8> {
+    memory.base().map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))
+}
+
 fn piece(memory: &Memory, at: u64, len: u32) -> io::Result<libc::iovec> {
     if !memory.contains(at, u64::from(len)) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    let base = memory.base().wrapping_add(at as usize);
+    let base = host(memory)?.wrapping_add(at as usize);
     Ok(libc::iovec { iov_base: base.cast(), iov_len: len as usize })
 }
 

@@ -6,6 +6,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::Instant;
 
 use super::plan::Plan;
+use super::staging::Copied;
 use super::target::Target;
 use crate::contract::{OpId, PeerId, ReadLimits};
 use crate::error::LossReason;
@@ -21,8 +22,10 @@ pub(crate) enum Command {
         serial: u64,
     },
     Send(Vec<u8>),
-    /// Messages were taken; reading may go on.
+    /// Messages were taken, or a slot is free; what waited for that may go on.
     Resume,
+    /// A copy from or to a device has ended.
+    Copied(Copied),
     Close(LossReason),
 }
 

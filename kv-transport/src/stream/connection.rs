@@ -15,6 +15,7 @@ use super::reader::{Others, Reader};
 use super::reads::Reads;
 use super::serve::Serve;
 use super::shared::Shared;
+use super::staging::{Copied, For};
 use super::target::Target;
 use super::writer::{Turn, Writer};
 use crate::contract::PeerId;
@@ -40,11 +41,13 @@ pub(crate) struct Connection {
 
 impl Connection {
     pub(crate) fn new(shared: Arc<Shared>, peer: PeerId, commands: UnboundedReceiver<Command>) -> Self {
+        // One that is lost already gets no mail.
+        let mail = shared.mail(peer).unwrap_or_else(|| tokio::sync::mpsc::unbounded_channel().0);
         Self {
             peer,
             commands,
-            reads: Reads::new(Arc::clone(&shared)),
-            serve: Serve::new(shared.config.serve_limits()),
+            reads: Reads::new(Arc::clone(&shared), mail.clone()),
+            serve: Serve::new(shared.config.serve_limits(), mail),
             writer: Writer::new(Arc::clone(&shared), peer),
             shared,
             reason: None,
@@ -55,11 +58,36 @@ impl Connection {
     pub(crate) async fn run_accepted(mut self, stream: Socket, answer: Preface, granted: ServeLimits) {
         self.writer.control.extend_from_slice(&answer.encode());
         self.reason = self.serve_stream(stream, granted).await.err();
+        self.settle().await;
     }
 
     /// Lives the life of a peer that we connect to.
     pub(crate) async fn run_connecting(mut self, target: Target, own: Preface, deadline: Instant) {
         self.reason = self.connect_and_serve(target, own, deadline).await.err();
+        self.settle().await;
+    }
+
+    /// Reads end with their peer, but not before the copies into their destinations (rule T-3).
+    async fn settle(&mut self) {
+        while self.reads.copying() > 0 {
+            match self.commands.recv().await {
+                Some(Command::Copied(copied)) => self.copied(copied),
+                // Whatever it is, it is too late for it.
+                Some(_) => {}
+                None => return,
+            }
+        }
+    }
+
+    fn copied(&mut self, Copied { what, slot, result }: Copied) {
+        match what {
+            For::Serve { number } => self.serve.copied(number, slot, result),
+            For::Read { op, interval } => {
+                // Others wait for it, not for what follows.
+                drop(slot);
+                self.reads.copied(op, interval, result, &mut self.writer.control);
+            }
+        }
     }
 
     async fn connect_and_serve(
@@ -111,6 +139,7 @@ impl Connection {
             Some(Command::Send(message)) => self.writer.message(message),
             // The next turn looks again.
             Some(Command::Resume) => {}
+            Some(Command::Copied(copied)) => self.copied(copied),
             Some(Command::Close(reason)) => return Err(reason),
             None => return Err(LossReason::Closed),
         }

@@ -23,6 +23,8 @@ use crate::error::TransportError;
 
 /// How long a drop waits for the thread. It does not wait for anything but its sockets, so this is ample.
 const DROP_LIMIT: Duration = Duration::from_secs(2);
+/// How long it waits then for copies that devices were asked for.
+const STAGING_LIMIT: Duration = Duration::from_secs(1);
 /// Threads that resolve names, at most.
 const RESOLVERS_MAX: usize = 4;
 
@@ -109,6 +111,7 @@ impl Drop for Core {
     fn drop(&mut self) {
         self.start_shutdown();
         let finished = self.shared.wait_finished(DROP_LIMIT);
+        self.shared.staging.join(STAGING_LIMIT);
         let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread.filter(|_| finished) {
             // A panic of the thread has been told by the events; it must not become the dropper's.

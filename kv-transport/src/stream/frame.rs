@@ -31,8 +31,8 @@
 //! ```
 //!
 //! Chunk and operation numbers are chosen by the reading side. Each `Read` is answered by one `End`: with outcome
-//! 0 directly after its `Data`; with 1 (unknown key) or 2 (range beyond the region) or 3 (cancelled) without data,
-//! or, if the region vanished under way, with 1 directly after its `Data`, which then is worthless. The serving
+//! 0 directly after its `Data`; with 1 (unknown key), 2 (range beyond the region), 3 (cancelled) or 4 (its device
+//! did not give the bytes) without data, or, if the region vanished under way, with 1 directly after its `Data`, which then is worthless. The serving
 //! side decides the outcome after it has handed over the last byte: that is how a region that is deregistered
 //! during a read never yields wrong bytes as a success (rule T-9).
 
@@ -123,6 +123,7 @@ pub(crate) enum EndCode {
     UnknownKey,
     Range,
     Cancelled,
+    Device,
 }
 
 /// A frame's header. Lengths are those of the body.
@@ -188,6 +189,7 @@ impl Header {
                     1 => EndCode::UnknownKey,
                     2 => EndCode::Range,
                     3 => EndCode::Cancelled,
+                    4 => EndCode::Device,
                     _ => return Err("an unknown outcome"),
                 };
                 Ok(Self::End { chunk: id, code })

@@ -1,6 +1,7 @@
 //! The thread: it accepts, starts connections, and at the end sees that nothing is left.
 
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -111,9 +112,9 @@ impl IoThread {
         if let Some(aside) = aside {
             aside.abort();
         }
-        let farewell = async { while tasks.join_next().await.is_some() {} };
-        // Whatever should hang all the same ends with the set.
-        timeout(FAREWELL, farewell).await.ok();
+        let mut farewell = pin!(async { while tasks.join_next().await.is_some() {} });
+        // Whatever should hang all the same ends with the set; but no read may end before the copies into its destination.
+        while timeout(FAREWELL, &mut farewell).await.is_err() && self.shared.staging.is_writing() {}
     }
 
     fn preface(&self, expected: Nonce) -> Preface {

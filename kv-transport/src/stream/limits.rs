@@ -23,6 +23,7 @@ pub(crate) struct Limits {
     pub(crate) chunk_max_bytes: u32,
     pub(crate) chunk_max_ranges: u32,
     pub(crate) chunk_queue_max: u32,
+    pub(crate) staging_bytes: usize,
     pub(crate) keep_alive: Duration,
     pub(crate) silence_limit: Duration,
     pub(crate) serve_limit: Duration,

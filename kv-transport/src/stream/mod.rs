@@ -19,6 +19,7 @@ pub(crate) mod serve;
 pub(crate) mod shared;
 pub(crate) mod socket;
 pub(crate) mod spans;
+pub(crate) mod staging;
 pub(crate) mod target;
 pub(crate) mod vectored;
 pub(crate) mod writer;

@@ -8,7 +8,7 @@ use super::key::Key;
 use super::spans::Spans;
 use crate::contract::{OpId, RangeSet, ReadPart, ReadRange, RegionId};
 use crate::error::TransportError;
-use crate::memory::Memory;
+use crate::memory::{Memory, Place};
 
 /// A part of a read, with its names resolved.
 #[derive(Debug)]
@@ -116,20 +116,22 @@ impl Plan {
 
     /// Compares places in memory rather than in regions, because two regions may name the same memory.
     fn check_overlap(&self, op: OpId, regions: &[RegionId]) -> Result<(), TransportError> {
-        let mut places: Vec<(u64, u64, Run)> = self
+        let bases: Vec<Place> = self.parts.iter().map(|part| part.memory.place()).collect();
+        let mut places: Vec<(Place, u64, Run)> = self
             .runs
             .iter()
             .map(|run| {
-                let start = self.parts[run.part].memory.base() as u64 + run.local;
-                (start, start + run.len, *run)
+                let Place { device, address } = bases[run.part];
+                let start = address + run.local;
+                (Place { device, address: start }, start + run.len, *run)
             })
             .collect();
         if !places.is_sorted_by_key(|place| place.0) {
             places.sort_unstable_by_key(|place| place.0);
         }
         for pair in places.windows(2) {
-            let ((_, end, _), (start, _, run)) = (pair[0], pair[1]);
-            if start < end {
+            let ((before, end, _), (start, _, run)) = (pair[0], pair[1]);
+            if before.device == start.device && start.address < end {
                 return Err(TransportError::Overlap { op, region: regions[run.part], offset: run.local });
             }
         }
@@ -139,6 +141,12 @@ impl Plan {
     /// Number of the caller's ranges.
     pub(crate) fn range_count(&self) -> usize {
         self.parts.iter().map(|part| part.ranges.len()).sum()
+    }
+
+    /// Whether bytes of it go to a device.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn to_device(&self) -> bool {
+        self.parts.iter().any(|part| part.memory.on_device().is_some())
     }
 
     /// The peer's regions that it names.

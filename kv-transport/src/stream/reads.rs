@@ -2,21 +2,25 @@
 //!
 //! Only the IO thread, and in it only the task that owns this value, writes to the destinations of the reads that are here. So an operation can
 //! end at once: its requests are *detached*, which drops their destination, and what still arrives for them is
-//! drained into a scratch buffer (rule T-3).
+//! drained into a scratch buffer (rule T-3). Bytes for a device are received into a slot of pinned memory, and copied from
+//! there when their chunk has ended well; an operation ends after its last copy, whatever ends it.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
 
-use super::commands::{AcceptedRead, after};
+use super::commands::{AcceptedRead, Command, after};
 use super::frame::{EndCode, Header, ServeLimits, encode_read};
 use super::limits::{CHUNK_QUEUE_LIMIT, Limits};
 use super::plan::{Cursor, Plan};
 use super::shared::Shared;
 use super::spans::Spans;
+use super::staging::{For, Slot};
 use crate::contract::{OpId, RangeSet, ReadOutcome};
+use crate::device::{DeviceError, Direction};
 use crate::error::ReadError;
 use crate::memory::Memory;
 
@@ -30,6 +34,8 @@ struct Op {
     plan: Plan,
     cursor: Cursor,
     outstanding: usize,
+    /// Copies under way into its destination.
+    copying: usize,
     arrived: Vec<(u64, u64)>,
     deadline: Instant,
     stall: std::time::Duration,
@@ -47,6 +53,15 @@ pub(crate) struct Destination {
     op: u64,
     pub(crate) memory: Memory,
     pub(crate) spans: Spans,
+    /// Set if `memory` is that of a slot.
+    staged: Option<Staged>,
+}
+
+/// Where bytes in a slot have to go.
+struct Staged {
+    slot: Slot,
+    memory: Memory,
+    ranges: Vec<(u64, u32)>,
 }
 
 struct Chunk {
@@ -60,7 +75,13 @@ struct Chunk {
 /// See the module.
 pub(crate) struct Reads {
     shared: Arc<Shared>,
+    /// Leads to the connection.
+    mail: UnboundedSender<Command>,
     ops: HashMap<u64, Op>,
+    /// Operations that have come to their end, but for copies under way.
+    ending: HashMap<u64, (Op, Result<(), ReadError>)>,
+    /// Copies under way for all of them.
+    copying: usize,
     by_id: HashMap<OpId, u64>,
     /// Operations of which little was asked for yet.
     early: VecDeque<u64>,
@@ -75,10 +96,13 @@ pub(crate) struct Reads {
 }
 
 impl Reads {
-    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, mail: UnboundedSender<Command>) -> Self {
         Self {
             shared,
+            mail,
             ops: HashMap::new(),
+            ending: HashMap::new(),
+            copying: 0,
             by_id: HashMap::new(),
             early: VecDeque::new(),
             ring: VecDeque::new(),
@@ -110,6 +134,7 @@ impl Reads {
             plan,
             cursor: Cursor::default(),
             outstanding: 0,
+            copying: 0,
             arrived: vec![],
             deadline: after(submitted, limits.total),
             stall: limits.stall,
@@ -171,7 +196,7 @@ impl Reads {
             self.numbers += 1;
             encode_read(out, self.numbers, number, cut.key, &cut.remote);
             let bytes = cut.local.left() as u32;
-            let destination = Destination { op: number, memory: cut.memory, spans: cut.local };
+            let destination = Destination { op: number, memory: cut.memory, spans: cut.local, staged: None };
             self.bytes_out += u64::from(bytes);
             self.shared.in_flight.fetch_add(u64::from(bytes), Ordering::Relaxed);
             op.outstanding += 1;
@@ -199,6 +224,30 @@ impl Reads {
         Ok(())
     }
 
+    /// Has a slot for a chunk's bytes if they go to a device. `false` if none is free: [`Command::Resume`] follows.
+    pub(crate) fn stage(&mut self, chunk: u64, out: &mut Vec<u8>) -> bool {
+        let destination = self.chunks.get_mut(&chunk).and_then(|chunk| chunk.destination.as_mut());
+        let Some(destination) = destination else { return true };
+        let Some(device) = destination.memory.on_device() else { return true };
+        let error = match self.shared.staging.slot(&**device, Direction::ToDevice, &self.mail) {
+            Ok(None) => return false,
+            Ok(Some(slot)) => {
+                if let Some(memory) = slot.memory().cloned() {
+                    let mut spans = Spans::default();
+                    spans.push(0, destination.spans.left() as u32);
+                    let memory = std::mem::replace(&mut destination.memory, memory);
+                    let ranges = std::mem::replace(&mut destination.spans, spans).rest().collect();
+                    destination.staged = Some(Staged { slot, memory, ranges });
+                }
+                return true;
+            }
+            Err(error) => error,
+        };
+        let op = destination.op;
+        self.finish(op, Err(error.into()), out);
+        true
+    }
+
     /// Where the chunk's bytes go; `None` means to the scratch buffer.
     pub(crate) fn destination(&mut self, chunk: u64) -> Option<&mut Destination> {
         self.chunks.get_mut(&chunk)?.destination.as_mut()
@@ -222,21 +271,65 @@ impl Reads {
         if code == EndCode::Done && !chunk.data_seen {
             return Err("the end of a chunk before its data");
         }
-        let Some(Destination { op: number, .. }) = chunk.destination else { return Ok(()) };
+        let Some(Destination { op: number, staged, .. }) = chunk.destination else { return Ok(()) };
         let Some(op) = self.ops.get_mut(&number) else { return Ok(()) };
         op.outstanding -= 1;
         match code {
-            EndCode::Done => {
-                op.arrived.push(chunk.interval);
-                if op.outstanding == 0 && op.plan.is_cut(&op.cursor) {
-                    self.finish(number, Ok(()), out);
+            EndCode::Done => match staged {
+                None => {
+                    op.arrived.push(chunk.interval);
+                    self.finish_if_done(number, out);
                 }
-            }
+                Some(Staged { slot, memory, ranges }) => {
+                    let what = For::Read { op: number, interval: chunk.interval };
+                    match self.shared.staging.copy(what, slot, memory, ranges, &self.mail) {
+                        Ok(()) => (op.copying, self.copying) = (op.copying + 1, self.copying + 1),
+                        Err(error) => self.finish(number, Err(error.into()), out),
+                    }
+                }
+            },
+            EndCode::Device => self.finish(number, Err(ReadError::RemoteDevice), out),
             EndCode::UnknownKey => self.finish(number, Err(ReadError::UnknownKey), out),
             EndCode::Range => self.finish(number, Err(ReadError::RemoteRange), out),
             EndCode::Cancelled => return Err("a chunk cancelled that nobody cancelled"),
         }
         Ok(())
+    }
+
+    /// A copy that was started for this connection has ended.
+    pub(crate) fn copied(
+        &mut self,
+        number: u64,
+        interval: (u64, u64),
+        result: Result<(), DeviceError>,
+        out: &mut Vec<u8>,
+    ) {
+        self.copying -= 1;
+        let ending = self.ending.get_mut(&number).map(|(op, _)| op);
+        let Some(op) = ending.or_else(|| self.ops.get_mut(&number)) else { return };
+        op.copying -= 1;
+        match result {
+            Ok(()) => op.arrived.push(interval),
+            // An operation that is ending anyhow keeps its first reason.
+            Err(error) => self.finish(number, Err(error.into()), out),
+        }
+        match self.ending.remove(&number) {
+            Some((op, result)) if op.copying == 0 => self.complete(op, result),
+            Some(more) => drop(self.ending.insert(number, more)),
+            None => self.finish_if_done(number, out),
+        }
+    }
+
+    /// Copies under way into destinations.
+    pub(crate) fn copying(&self) -> usize {
+        self.copying
+    }
+
+    fn finish_if_done(&mut self, number: u64, out: &mut Vec<u8>) {
+        let done = |op: &Op| op.outstanding == 0 && op.copying == 0 && op.plan.is_cut(&op.cursor);
+        if self.ops.get(&number).is_some_and(done) {
+            self.finish(number, Ok(()), out);
+        }
     }
 
     fn finish(&mut self, number: u64, result: Result<(), ReadError>, out: &mut Vec<u8>) {
@@ -246,6 +339,14 @@ impl Reads {
             self.detach(number);
             out.extend_from_slice(&Header::Cancel { op: number }.encode());
         }
+        if op.copying > 0 {
+            self.ending.insert(number, (op, result));
+        } else {
+            self.complete(op, result);
+        }
+    }
+
+    fn complete(&self, op: Op, result: Result<(), ReadError>) {
         let arrived = match result {
             Ok(()) => RangeSet::all(op.plan.range_count()),
             Err(_) => op.plan.arrived(op.arrived),
@@ -269,6 +370,8 @@ impl Reads {
         self.early.clear();
         self.ring.clear();
         self.by_id.clear();
-        self.ops.drain().map(|(_, op)| (op.id, op.plan.arrived(op.arrived))).collect()
+        let ending = self.ending.drain().map(|(_, (op, _))| op);
+        let ops = self.ops.drain().map(|(_, op)| op);
+        ops.chain(ending).map(|op| (op.id, op.plan.arrived(op.arrived))).collect()
     }
 }

@@ -3,17 +3,27 @@
 //! Each operation of the peer has a queue of its own. Most turns go to the operation that was sent the least so far, so
 //! that a small read passes a large one whose requests came before; every fourth goes to the one that waited longest,
 //! so that each is served after as many of those turns as there were operations before it, whatever comes behind.
+//!
+//! Chunks of device memory are copied to the host before they are sent, some of them ahead of the one that is sent next.
 
 use std::collections::{HashMap, VecDeque};
 
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::commands::Command;
 use super::frame::{EndCode, Header, ReadBody, ServeLimits};
 use super::key::Key;
 use super::shared::Shared;
 use super::spans::Spans;
+use super::staging::{For, Slot};
+use crate::device::{DeviceError, Direction};
 use crate::memory::Memory;
 
 /// Every so many turns the operation that waited longest is served, whatever it was sent before.
 const PATIENCE: u32 = 4;
+
+/// So many chunks are copied out of devices before they are sent.
+const AHEAD: usize = 8;
 
 struct Request {
     chunk: u64,
@@ -35,6 +45,8 @@ pub(crate) struct Sending {
     key: Key,
     pub(crate) memory: Memory,
     pub(crate) spans: Spans,
+    /// Where the bytes are, if the region is on a device.
+    slot: Option<Slot>,
 }
 
 impl Sending {
@@ -46,9 +58,38 @@ impl Sending {
     }
 }
 
+/// Where a chunk stands that has had its turn.
+enum Stage {
+    /// In host memory.
+    Host,
+    /// A slot is wanted.
+    Wanted,
+    Copying,
+    Ready(Slot),
+    Failed,
+}
+
+/// A chunk that has had its turn.
+struct Ahead {
+    /// Ours, unlike the peer's numbers of chunks, which may be anything.
+    number: u64,
+    op: u64,
+    cancelled: bool,
+    chunk: u64,
+    key: Key,
+    memory: Memory,
+    ranges: Vec<(u64, u32)>,
+    stage: Stage,
+}
+
 /// See the module.
 pub(crate) struct Serve {
     granted: ServeLimits,
+    /// Leads to the connection.
+    mail: UnboundedSender<Command>,
+    /// Only while there are chunks of devices.
+    ahead: VecDeque<Ahead>,
+    numbers: u64,
     ops: HashMap<u64, Op>,
     /// The operations of which something waits; the first has waited longest for a turn.
     ring: VecDeque<u64>,
@@ -57,8 +98,17 @@ pub(crate) struct Serve {
 }
 
 impl Serve {
-    pub(crate) fn new(granted: ServeLimits) -> Self {
-        Self { granted, ops: HashMap::new(), ring: VecDeque::new(), waiting: 0, turns: 0 }
+    pub(crate) fn new(granted: ServeLimits, mail: UnboundedSender<Command>) -> Self {
+        Self {
+            granted,
+            mail,
+            ahead: VecDeque::new(),
+            numbers: 0,
+            ops: HashMap::new(),
+            ring: VecDeque::new(),
+            waiting: 0,
+            turns: 0,
+        }
     }
 
     pub(crate) fn granted(&self) -> ServeLimits {
@@ -86,6 +136,7 @@ impl Serve {
         if let Some(op) = self.ops.get_mut(&op) {
             op.cancelled = true;
         }
+        self.ahead.iter_mut().filter(|ahead| ahead.op == op).for_each(|ahead| ahead.cancelled = true);
     }
 
     /// The request whose turn it is, and whether it was cancelled.
@@ -112,17 +163,35 @@ impl Serve {
         Some((request, cancelled))
     }
 
-    /// The next chunk to be sent. Ends of those that cannot be served are appended to `out`.
+    /// The next chunk to be sent. Ends of those that cannot be served are appended to `out`. `None` can also mean that
+    /// [`Command::Copied`] or [`Command::Resume`] has to come first.
     pub(crate) fn next(&mut self, shared: &Shared, out: &mut Vec<u8>) -> Option<Sending> {
-        while let Some((Request { chunk, read }, cancelled)) = self.take() {
-            let code = match shared.source(read.key) {
+        let mut sending = self.finished(out);
+        let staged = sending.as_ref().is_some_and(|sending| sending.slot.is_some());
+        while self.ahead.len() < AHEAD && (sending.is_none() || staged || !self.ahead.is_empty()) {
+            let Some(next) = self.prepare(shared, out) else { break };
+            if sending.is_none() && self.ahead.is_empty() && matches!(next.stage, Stage::Host) {
+                sending = next.send();
+            } else {
+                self.ahead.push_back(next);
+            }
+        }
+        self.start_copies(shared);
+        sending.or_else(|| self.finished(out))
+    }
+
+    /// The request whose turn it is, once it is found that it can be served.
+    fn prepare(&mut self, shared: &Shared, out: &mut Vec<u8>) -> Option<Ahead> {
+        while let Some((Request { chunk, read: ReadBody { op, key, ranges } }, cancelled)) = self.take() {
+            let code = match shared.source(key) {
                 _ if cancelled => EndCode::Cancelled,
                 None => EndCode::UnknownKey,
                 Some(memory) => {
-                    if read.ranges.iter().all(|(offset, len)| memory.contains(*offset, u64::from(*len))) {
-                        let mut spans = Spans::default();
-                        read.ranges.iter().for_each(|(offset, len)| spans.push(*offset, *len));
-                        return Some(Sending { chunk, key: read.key, memory, spans });
+                    if ranges.iter().all(|(offset, len)| memory.contains(*offset, u64::from(*len))) {
+                        self.numbers += 1;
+                        let number = self.numbers;
+                        let stage = if memory.on_device().is_some() { Stage::Wanted } else { Stage::Host };
+                        return Some(Ahead { number, op, cancelled, chunk, key, memory, ranges, stage });
                     }
                     EndCode::Range
                 }
@@ -131,6 +200,82 @@ impl Serve {
         }
         None
     }
+
+    fn start_copies(&mut self, shared: &Shared) {
+        for ahead in self.ahead.iter_mut().filter(|ahead| matches!(ahead.stage, Stage::Wanted)) {
+            let Some(device) = ahead.memory.on_device().filter(|_| !ahead.cancelled) else { continue };
+            let started = match shared.staging.slot(&**device, Direction::ToHost, &self.mail) {
+                Ok(Some(slot)) => {
+                    let (what, ranges) = (For::Serve { number: ahead.number }, ahead.ranges.clone());
+                    shared.staging.copy(what, slot, ahead.memory.clone(), ranges, &self.mail)
+                }
+                Ok(None) => return,
+                Err(error) => Err(error),
+            };
+            ahead.stage = match started {
+                Ok(()) => Stage::Copying,
+                Err(error) => failed(&error),
+            };
+        }
+    }
+
+    /// A copy that was started for this connection has ended.
+    pub(crate) fn copied(&mut self, number: u64, slot: Slot, result: Result<(), DeviceError>) {
+        if let Some(ahead) = self.ahead.iter_mut().find(|ahead| ahead.number == number) {
+            ahead.stage = match result {
+                Ok(()) => Stage::Ready(slot),
+                Err(error) => failed(&error),
+            };
+        }
+    }
+
+    /// The first chunk of those ahead that can be sent.
+    fn finished(&mut self, out: &mut Vec<u8>) -> Option<Sending> {
+        loop {
+            let place = self.ahead.iter().position(|ahead| match ahead.stage {
+                Stage::Host | Stage::Ready(_) | Stage::Failed => true,
+                Stage::Wanted => ahead.cancelled,
+                Stage::Copying => false,
+            })?;
+            let ahead = self.ahead.remove(place)?;
+            let code = if ahead.cancelled { EndCode::Cancelled } else { EndCode::Device };
+            let chunk = ahead.chunk;
+            match ahead.send() {
+                Some(sending) => return Some(sending),
+                None => out.extend_from_slice(&Header::End { chunk, code }.encode()),
+            }
+        }
+    }
+}
+
+fn failed(error: &DeviceError) -> Stage {
+    tracing::warn!(%error, "a peer's read fails");
+    Stage::Failed
+}
+
+impl Ahead {
+    /// `None` if it has no bytes, or nobody wants them.
+    fn send(self) -> Option<Sending> {
+        let Self { cancelled, chunk, key, memory, ranges, stage, .. } = self;
+        let mut spans = Spans::default();
+        let (memory, slot) = match stage {
+            _ if cancelled => return None,
+            Stage::Host => {
+                ranges.iter().for_each(|(offset, len)| spans.push(*offset, *len));
+                (memory, None)
+            }
+            Stage::Ready(slot) => {
+                let mut at = 0;
+                for (_, len) in &ranges {
+                    spans.push(at, *len);
+                    at += u64::from(*len);
+                }
+                (slot.memory()?.clone(), Some(slot))
+            }
+            Stage::Wanted | Stage::Copying | Stage::Failed => return None,
+        };
+        Some(Sending { chunk, key, memory, spans, slot })
+    }
 }
 
 #[cfg(test)]
@@ -138,7 +283,8 @@ mod tests {
     use super::*;
 
     fn serve() -> Serve {
-        Serve::new(ServeLimits { chunk_queue: 64, chunk_bytes: 1 << 20, chunk_ranges: 16 })
+        let limits = ServeLimits { chunk_queue: 64, chunk_bytes: 1 << 20, chunk_ranges: 16 };
+        Serve::new(limits, tokio::sync::mpsc::unbounded_channel().0)
     }
 
     fn add(serve: &mut Serve, op: u64, chunk: u64, len: u32) {

@@ -14,10 +14,12 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::Instant;
 
 use super::commands::{AcceptedRead, Command, Control, after};
+use super::core::system;
 use super::key::Key;
 use super::limits::Limits;
 use super::local::{LocalPath, Taken};
 use super::plan::Plan;
+use super::staging::Staging;
 use super::target::Target;
 use crate::contract::{
     Event, MESSAGE_MAX_BYTES, OpId, PeerId, RangeSet, ReadLimits, ReadOutcome, ReadPart, ReadRequest,
@@ -149,6 +151,8 @@ pub(crate) struct Shared {
     pub(crate) local: Option<Arc<dyn LocalPath>>,
     /// Bytes asked for from all peers and not received. Only the IO thread counts here.
     pub(crate) in_flight: AtomicU64,
+    /// How bytes of devices are had.
+    pub(crate) staging: Staging,
     state: Mutex<State>,
     news: Notify,
     finished: Condvar,
@@ -166,10 +170,12 @@ impl Shared {
             slots: 0,
             numbers: 0,
         };
+        let staging = Staging::new(config.name, config.chunk_max_bytes, config.staging_bytes);
         Self {
             config,
             local,
             in_flight: AtomicU64::new(0),
+            staging,
             state: Mutex::new(state),
             news: Notify::new(),
             finished: Condvar::new(),
@@ -184,6 +190,9 @@ impl Shared {
     // Called by anybody.
 
     pub(crate) fn register(&self, memory: Memory, nonce: u64) -> Result<RegionId, TransportError> {
+        if let Some(device) = memory.on_device() {
+            self.staging.open(device).map_err(|error| system("start", "a thread that copies", &error))?;
+        }
         let mut state = self.lock();
         state.open()?;
         let region = RegionId(state.number());
@@ -310,9 +319,15 @@ impl Shared {
 
     /// Hands a command to a peer's task; one that is gone has ended everything.
     pub(crate) fn hand(&self, peer: PeerId, command: Command) {
-        if let Some(entry) = self.lock().peers.get(&peer) {
-            entry.commands.send(command).ok();
+        let mail = self.mail(peer);
+        if let Some(mail) = mail {
+            mail.send(command).ok();
         }
+    }
+
+    /// The way to a peer's task.
+    pub(crate) fn mail(&self, peer: PeerId) -> Option<UnboundedSender<Command>> {
+        self.lock().peers.get(&peer).map(|entry| entry.commands.clone())
     }
 
     fn check_read(
@@ -527,6 +542,7 @@ impl Shared {
         state.regions.clear();
         state.phase = Phase::Finished;
         drop(state);
+        self.staging.close();
         self.finished.notify_all();
         self.news.notify_one();
     }

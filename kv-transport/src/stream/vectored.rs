@@ -85,5 +85,6 @@ fn checked(memory: &Memory, offset: u64, len: u32) -> io::Result<*mut u8> {
     if !memory.contains(offset, u64::from(len)) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    Ok(memory.base().wrapping_add(offset as usize))
+    let base = memory.base().map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+    Ok(base.wrapping_add(offset as usize))
 }

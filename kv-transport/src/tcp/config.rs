@@ -43,6 +43,9 @@ pub struct TcpConfig {
     /// Requests that one peer may have waiting here. Default 128: with the default sizes four times what a peer
     /// with the default window asks for, and 1.5 MiB of memory at most.
     pub chunk_queue_max: u32,
+    /// Pinned host memory through which the bytes of device memory go, for each device and direction; made when it is needed.
+    /// Always enough for one piece. Default 32 MiB: twice what one peer may have on its way.
+    pub staging_bytes: usize,
     /// After this long without a byte from a peer it is pinged. Default 1 s.
     pub keep_alive: Duration,
     /// After this long without a byte from a peer, pings and all, it is given up as silent. Default 5 s: several
@@ -72,6 +75,7 @@ impl Default for TcpConfig {
             chunk_max_bytes: 512 << 10,
             chunk_max_ranges: 1024,
             chunk_queue_max: 128,
+            staging_bytes: 32 << 20,
             keep_alive: Duration::from_secs(1),
             silence_limit: Duration::from_secs(5),
             serve_limit: Duration::from_secs(10),
@@ -152,6 +156,7 @@ impl TcpConfig {
             chunk_max_bytes: self.chunk_max_bytes,
             chunk_max_ranges: self.chunk_max_ranges,
             chunk_queue_max: self.chunk_queue_max,
+            staging_bytes: self.staging_bytes,
             keep_alive: self.keep_alive,
             silence_limit: self.silence_limit,
             serve_limit: self.serve_limit,

@@ -70,7 +70,12 @@ impl Transport for TcpTransport {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { message_max_bytes: MESSAGE_MAX_BYTES, across_hosts: true, ..Capabilities::basic() }
+        Capabilities {
+            message_max_bytes: MESSAGE_MAX_BYTES,
+            across_hosts: true,
+            device_memory: true,
+            ..Capabilities::basic()
+        }
     }
 
     fn address(&self) -> Address {

@@ -78,9 +78,13 @@ impl Fabric {
             let what = "a region of no bytes";
             return Err(TransportError::Unsupported { transport: NAME, what });
         }
+        let base = memory.base().map_err(|_| TransportError::Unsupported {
+            transport: NAME,
+            what: "a region in device memory",
+        })?;
         let params = MemMapParams {
             field_mask: abi::UCP_MEM_MAP_PARAM_FIELD_ADDRESS | abi::UCP_MEM_MAP_PARAM_FIELD_LENGTH,
-            address: memory.base().cast(),
+            address: base.cast(),
             length: memory.len(),
             ..MemMapParams::unset()
         };

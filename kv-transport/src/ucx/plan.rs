@@ -84,7 +84,7 @@ impl Plan {
 
     /// Compares places in memory rather than in regions, because two regions may name the same memory.
     fn check_overlap(&self, op: OpId, regions: &[RegionId]) -> Result<(), TransportError> {
-        let start = |run: &Run| self.parts[run.part].local.memory.base() as u64 + run.local;
+        let start = |run: &Run| self.parts[run.part].local.memory.place().address + run.local;
         let mut places: Vec<(u64, Run)> = self.runs.iter().map(|run| (start(run), *run)).collect();
         if !places.is_sorted_by_key(|place| place.0) {
             places.sort_unstable_by_key(|place| place.0);

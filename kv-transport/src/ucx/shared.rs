@@ -241,7 +241,7 @@ impl Shared {
             life: self.life,
             region: region.0,
             nonce: entry.nonce,
-            base: memory.base() as u64,
+            base: memory.place().address,
             len: memory.len() as u64,
             rkey: entry.mapped.rkey.clone(),
         };

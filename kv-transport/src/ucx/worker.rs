@@ -376,13 +376,14 @@ impl Worker {
         if !local.memory.contains(offset, len) {
             return Err(abi::UCS_ERR_INVALID_ADDR);
         }
+        let base = local.memory.base().map_err(|_| abi::UCS_ERR_INVALID_ADDR)?;
         let (post, mut param) = self.param();
         param.op_attr_mask |= abi::UCP_OP_ATTR_FIELD_MEMH;
         param.memh = local.memh();
         // SAFETY: inside the memory, as checked above, so the sums fit. Memory and key are kept until UCX says
         // that it is done with them.
         let returned = unsafe {
-            let into = local.memory.base().add(offset as usize);
+            let into = base.add(offset as usize);
             (self.inner.fabric.api.ucp_get_nbx)(
                 handle,
                 into.cast(),

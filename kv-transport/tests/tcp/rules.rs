@@ -327,7 +327,7 @@ async fn t12_what_is_claimed_works_and_the_rest_is_refused() {
     let a = transport();
     let capabilities = a.capabilities();
     assert!(capabilities.host_memory && capabilities.across_hosts);
-    assert!(!capabilities.device_memory && !capabilities.one_sided);
+    assert!(capabilities.device_memory && !capabilities.one_sided);
     // A transport may be a peer of itself.
     let peer = a.connect(&a.address(), LIMIT).unwrap();
     let events = [event(&a).await, event(&a).await];

@@ -1,0 +1,82 @@
+//! Harnesses of transports whose regions lie on a device.
+
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use kv_transport::{Address, Memory, Transport};
+
+use super::{Harness, HarnessError, Link, Remote, Unavailable};
+use crate::device::HostDevice;
+
+/// The one device of this process that is made of host memory.
+pub fn host_device() -> Result<&'static HostDevice, HarnessError> {
+    static DEVICE: OnceLock<Result<HostDevice, String>> = OnceLock::new();
+    let made = DEVICE.get_or_init(|| HostDevice::new().map_err(|error| error.to_string()));
+    made.as_ref().map_err(|error| error.clone().into())
+}
+
+/// Tries a transport as another harness does, with all memory on a device.
+pub struct OnDevice<H> {
+    /// Makes everything else.
+    pub inner: H,
+    /// The name in the report.
+    pub name: &'static str,
+    /// Makes zeroed memory on a device.
+    pub memory: fn(usize) -> Result<Memory, HarnessError>,
+    /// Why there is no such device, if there is none.
+    pub missing: fn() -> Option<String>,
+}
+
+impl<H> OnDevice<H> {
+    /// On the device of this process that is made of host memory.
+    pub const fn of_host_memory(inner: H, name: &'static str) -> Self {
+        Self { inner, name, memory: |bytes| Ok(host_device()?.allocate(bytes)?), missing: || None }
+    }
+}
+
+impl<H: Harness> Harness for OnDevice<H> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn endpoint(&self) -> Result<Arc<dyn Transport>, HarnessError> {
+        self.inner.endpoint()
+    }
+
+    fn missing(&self) -> Option<String> {
+        (self.missing)().or_else(|| self.inner.missing())
+    }
+
+    fn memory(&self, bytes: usize) -> Result<Memory, HarnessError> {
+        (self.memory)(bytes)
+    }
+
+    fn device_memory(&self, bytes: usize) -> Result<Memory, Unavailable> {
+        Ok((self.memory)(bytes)?)
+    }
+
+    fn remote(&self) -> Result<Box<dyn Remote>, Unavailable> {
+        self.inner.remote()
+    }
+
+    fn link(&self, to: &Address) -> Result<Box<dyn Link>, Unavailable> {
+        self.inner.link(to)
+    }
+
+    fn black_hole(&self) -> Result<Box<dyn Link>, Unavailable> {
+        self.inner.black_hole()
+    }
+
+    fn harmless_bytes(&self, address: &Address) -> Range<usize> {
+        self.inner.harmless_bytes(address)
+    }
+
+    fn silence_limit(&self) -> Option<Duration> {
+        self.inner.silence_limit()
+    }
+
+    fn patience(&self) -> Duration {
+        self.inner.patience()
+    }
+}

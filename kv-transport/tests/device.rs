@@ -1,0 +1,312 @@
+//! Device memory over tcp when copies fail, are slow, or the device is lost, and when pinned memory is short.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A failed step is a failed test.
+
+use std::time::{Duration, Instant};
+
+use kv_testkit::device::HostDevice;
+use kv_transport::tcp::{TcpConfig, TcpTransport};
+use kv_transport::{
+    DeviceError, Event, LossReason, Memory, OpId, PeerId, ReadError, ReadLimits, ReadOutcome, ReadPart,
+    ReadRange, ReadRequest, RegionId, RegionKey, Transport, TransportError,
+};
+
+const LIMIT: Duration = Duration::from_secs(20);
+/// For what must not happen.
+const MOMENT: Duration = Duration::from_millis(100);
+const CHUNK: usize = 64 << 10;
+const BYTES: usize = 4 << 20;
+const OLD: u8 = 0xa5;
+
+/// Two endpoints, each with a device of its own, a region on it, and pinned memory for some chunks.
+struct Ends {
+    server: TcpTransport,
+    client: TcpTransport,
+    peer: PeerId,
+    key: RegionKey,
+    source: (RegionId, Memory),
+    into: (RegionId, Memory),
+    there: HostDevice,
+    here: HostDevice,
+}
+
+fn bytes() -> Vec<u8> {
+    (0..BYTES as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect()
+}
+
+fn contents(memory: &Memory) -> Vec<u8> {
+    let mut bytes = vec![0; memory.len()];
+    memory.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+async fn event(of: &TcpTransport) -> Event {
+    tokio::time::timeout(LIMIT, of.next_event()).await.expect("no event in time").expect("closed")
+}
+
+async fn quiet(of: &TcpTransport) {
+    let early = tokio::time::timeout(MOMENT, of.next_event()).await;
+    assert!(early.is_err(), "too early: {early:?}");
+}
+
+impl Ends {
+    async fn new() -> Self {
+        let config =
+            TcpConfig { chunk_max_bytes: CHUNK as u32, staging_bytes: 8 * CHUNK, ..TcpConfig::default() };
+        let (server, client) =
+            (TcpTransport::bind(config.clone()).unwrap(), TcpTransport::bind(config).unwrap());
+        let (there, here) = (HostDevice::new().unwrap(), HostDevice::new().unwrap());
+        let (source, into) = (there.allocate(BYTES).unwrap(), here.allocate(BYTES).unwrap());
+        source.write(0, &bytes()).unwrap();
+        into.write(0, &vec![OLD; BYTES]).unwrap();
+        let source = (server.register(source.clone()).unwrap(), source);
+        let into = (client.register(into.clone()).unwrap(), into);
+        let key = server.key(source.0).unwrap();
+        let peer = client.connect(&server.address(), LIMIT).unwrap();
+        assert_eq!(event(&client).await, Event::Connected { peer });
+        assert!(matches!(event(&server).await, Event::Accepted { .. }));
+        Self { server, client, peer, key, source, into, there, here }
+    }
+
+    fn submit(&self, op: u64) {
+        let range = ReadRange { remote_offset: 0, local_offset: 0, len: BYTES as u64 };
+        let parts = vec![ReadPart { key: self.key.clone(), region: self.into.0, ranges: vec![range] }];
+        let limits = ReadLimits { total: LIMIT, stall: LIMIT };
+        self.client.read(ReadRequest { op: OpId(op), peer: self.peer, parts, limits }).unwrap();
+    }
+
+    async fn completed(&self, op: u64) -> ReadOutcome {
+        match event(&self.client).await {
+            Event::ReadCompleted { op: ended, outcome } if ended == OpId(op) => outcome,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    async fn read(&self, op: u64) -> ReadOutcome {
+        self.submit(op);
+        self.completed(op).await
+    }
+
+    async fn works(&self, op: u64) {
+        self.into.1.write(0, &vec![OLD; BYTES]).unwrap();
+        assert_eq!(self.read(op).await.result, Ok(()));
+        assert!(contents(&self.into.1) == bytes());
+    }
+
+    /// Takes everything down, and counts what is left on the devices.
+    fn end(self) {
+        let Self { server, client, there, here, source, into, .. } = self;
+        client.deregister(into.0).unwrap();
+        server.deregister(source.0).unwrap();
+        drop((server, client, source, into));
+        for device in [there, here] {
+            assert_eq!((device.allocations(), device.pinned()), (0, 0), "leaked");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_copy_that_fails_at_the_source_fails_its_read_by_name() {
+    let ends = Ends::new().await;
+    ends.there.fail_after(5);
+    let outcome = ends.read(1).await;
+    assert_eq!(outcome.result, Err(ReadError::RemoteDevice));
+    assert!(ReadError::RemoteDevice.may_retry());
+    ends.works(2).await;
+    ends.end();
+}
+
+#[tokio::test]
+async fn a_copy_that_fails_at_the_destination_fails_its_read_by_name() {
+    let ends = Ends::new().await;
+    ends.here.fail_after(5);
+    let outcome = ends.read(1).await;
+    let named = matches!(outcome.result, Err(ReadError::Device(DeviceError::Failed { .. })));
+    assert!(named && !outcome.arrived.contains(0), "{outcome:?}");
+    ends.works(2).await;
+    ends.end();
+}
+
+#[tokio::test]
+async fn t3_a_cancelled_read_completes_after_its_last_copy() {
+    let ends = Ends::new().await;
+    let (before, _) = ends.here.copies();
+    ends.here.hold();
+    ends.submit(1);
+    assert!(ends.here.wait_for(LIMIT, |started, _| started > before));
+    ends.client.cancel(OpId(1));
+    quiet(&ends.client).await;
+    let (region, reads) = (ends.into.0, 1);
+    assert_eq!(ends.client.deregister(region), Err(TransportError::RegionInUse { region, reads }));
+    ends.here.release();
+    let outcome = ends.completed(1).await;
+    assert_eq!(outcome.result, Err(ReadError::Cancelled));
+    let (started, done) = ends.here.copies();
+    assert_eq!(started, done, "a copy goes on after the completion");
+    // The next owner's bytes stay, whatever still comes over the connection.
+    ends.into.1.write(0, &vec![7; BYTES]).unwrap();
+    let copies = ends.here.copies();
+    quiet(&ends.client).await;
+    assert_eq!(ends.here.copies(), copies);
+    assert!(contents(&ends.into.1).iter().all(|byte| *byte == 7));
+    ends.works(2).await;
+    ends.end();
+}
+
+#[tokio::test]
+async fn t3_a_read_of_a_lost_peer_completes_after_its_last_copy() {
+    let ends = Ends::new().await;
+    let (before, _) = ends.here.copies();
+    ends.here.hold();
+    ends.submit(1);
+    assert!(ends.here.wait_for(LIMIT, |started, _| started > before));
+    ends.server.shutdown(LIMIT).await;
+    quiet(&ends.client).await;
+    ends.here.release();
+    let outcome = ends.completed(1).await;
+    assert_eq!(outcome.result, Err(ReadError::PeerLost(LossReason::ClosedByPeer)));
+    let (started, done) = ends.here.copies();
+    assert_eq!(started, done, "a copy goes on after the completion");
+    let lost = Event::PeerLost { peer: ends.peer, reason: LossReason::ClosedByPeer };
+    assert_eq!(event(&ends.client).await, lost);
+}
+
+#[tokio::test]
+async fn t11_shutdown_keeps_its_limit_and_completions_wait_for_copies() {
+    let ends = Ends::new().await;
+    let (before, _) = ends.here.copies();
+    ends.here.hold();
+    ends.submit(1);
+    assert!(ends.here.wait_for(LIMIT, |started, _| started > before));
+    let start = Instant::now();
+    ends.client.shutdown(Duration::from_secs(1)).await;
+    assert!(start.elapsed() < LIMIT / 2);
+    quiet(&ends.client).await;
+    ends.here.release();
+    assert_eq!(ends.completed(1).await.result, Err(ReadError::Closed));
+    assert!(matches!(event(&ends.client).await, Event::PeerLost { reason: LossReason::Closed, .. }));
+    assert_eq!(tokio::time::timeout(LIMIT, ends.client.next_event()).await.unwrap(), None);
+}
+
+#[tokio::test]
+async fn t11_a_device_that_hangs_does_not_hold_up_a_drop() {
+    let Ends { client, here, into, key, peer, server, .. } = Ends::new().await;
+    let (before, _) = here.copies();
+    here.hold();
+    let range = ReadRange { remote_offset: 0, local_offset: 0, len: BYTES as u64 };
+    let parts = vec![ReadPart { key, region: into.0, ranges: vec![range] }];
+    let limits = ReadLimits { total: LIMIT, stall: LIMIT };
+    client.read(ReadRequest { op: OpId(1), peer, parts, limits }).unwrap();
+    assert!(here.wait_for(LIMIT, |started, _| started > before));
+    let start = Instant::now();
+    drop((client, into, server));
+    assert!(start.elapsed() < LIMIT / 2);
+    assert_eq!(here.allocations(), 1, "memory was freed under a copy");
+    here.release();
+    let gone = tokio::task::spawn_blocking(move || {
+        let start = Instant::now();
+        while (here.allocations(), here.pinned()) != (0, 0) && start.elapsed() < LIMIT {
+            std::thread::yield_now();
+        }
+        (here.allocations(), here.pinned())
+    });
+    assert_eq!(gone.await.unwrap(), (0, 0), "leaked");
+}
+
+#[tokio::test]
+async fn short_pinned_memory_slows_reads_and_fails_none() {
+    let ends = Ends::new().await;
+    ends.here.limit_pinned(CHUNK);
+    ends.there.limit_pinned(2 * CHUNK);
+    // More at a time than there is memory for.
+    (1..5).for_each(|op| ends.submit(op));
+    let mut left = vec![1, 2, 3, 4];
+    while !left.is_empty() {
+        match event(&ends.client).await {
+            Event::ReadCompleted { op, outcome } => {
+                assert_eq!(outcome.result, Ok(()));
+                left.retain(|other| OpId(*other) != op);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(contents(&ends.into.1) == bytes());
+    assert!(ends.here.pinned() <= CHUNK && ends.there.pinned() <= 2 * CHUNK);
+    ends.end();
+}
+
+#[tokio::test]
+async fn without_any_pinned_memory_reads_fail_by_name_until_there_is_some() {
+    // Slots that were made once stay, so the source comes first: it has none, and none reach the destination.
+    let ends = Ends::new().await;
+    ends.there.limit_pinned(0);
+    ends.here.limit_pinned(0);
+    assert_eq!(ends.read(1).await.result, Err(ReadError::RemoteDevice));
+    ends.there.limit_pinned(BYTES);
+    let mut refusals = vec![];
+    for op in 2..4 {
+        // A refusal that nobody was told yet is told to the next read.
+        refusals.push(ends.read(op).await.result.unwrap_err());
+    }
+    let here = |error: &ReadError| match error {
+        ReadError::Device(DeviceError::Failed { meaning, .. }) => meaning.contains("pinned"),
+        _ => false,
+    };
+    assert!(refusals.iter().any(here), "{refusals:?}");
+    ends.here.limit_pinned(BYTES);
+    let next = ends.read(4).await.result;
+    assert!(next == Ok(()) || next.as_ref().is_err_and(here), "{next:?}");
+    ends.works(5).await;
+    ends.end();
+}
+
+#[tokio::test]
+async fn a_lost_device_fails_its_reads_and_leaves_the_connection() {
+    let ends = Ends::new().await;
+    let near = Memory::allocate(8).unwrap();
+    let plain = Memory::allocate(8).unwrap();
+    plain.write(0, b"KV bytes").unwrap();
+    let key = ends.server.key(ends.server.register(plain).unwrap()).unwrap();
+    ends.there.lose();
+    assert_eq!(ends.read(1).await.result, Err(ReadError::RemoteDevice));
+    ends.here.lose();
+    let region = ends.client.register(near.clone()).unwrap();
+    let range = |len| vec![ReadRange { remote_offset: 0, local_offset: 0, len }];
+    let limits = ReadLimits { total: LIMIT, stall: LIMIT };
+    let peer = ends.peer;
+    for (op, region, lost) in [(2, ends.into.0, true), (3, region, false)] {
+        let parts = vec![ReadPart { key: key.clone(), region, ranges: range(8) }];
+        ends.client.read(ReadRequest { op: OpId(op), peer, parts, limits }).unwrap();
+        let result = ends.completed(op).await.result;
+        match result {
+            Err(ReadError::Device(DeviceError::Lost { .. })) if lost => {}
+            Ok(()) if !lost => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(contents(&near), b"KV bytes");
+}
+
+#[tokio::test]
+async fn t9_a_region_that_goes_while_it_is_copied_is_not_read() {
+    let Ends { server, client, there, source, into, key, peer, .. } = Ends::new().await;
+    let (before, _) = there.copies();
+    there.hold();
+    // One chunk: the copy of all that is asked for is under way when the region goes.
+    let range = ReadRange { remote_offset: 0, local_offset: 0, len: CHUNK as u64 };
+    let parts = vec![ReadPart { key, region: into.0, ranges: vec![range] }];
+    let limits = ReadLimits { total: LIMIT, stall: LIMIT };
+    client.read(ReadRequest { op: OpId(1), peer, parts, limits }).unwrap();
+    assert!(there.wait_for(LIMIT, |started, _| started > before));
+    server.deregister(source.0).unwrap();
+    drop(source);
+    assert_eq!(there.allocations(), 1, "memory was freed under a copy");
+    // The device is busy, and everything else goes on.
+    client.send(peer, b"hello".to_vec()).unwrap();
+    assert!(matches!(event(&server).await, Event::Message { bytes, .. } if bytes == b"hello"));
+    there.release();
+    match event(&client).await {
+        Event::ReadCompleted { outcome, .. } => assert_eq!(outcome.result, Err(ReadError::UnknownKey)),
+        other => panic!("{other:?}"),
+    }
+    assert!(contents(&into.1).iter().all(|byte| *byte == OLD), "bytes of a region that is gone");
+}
