@@ -550,7 +550,7 @@ fn hosts_that_are_none_are_named_at_start() {
     let error = start_error(Config { transport_host: "0.0.0.0".to_owned(), ..config("x") });
     assert!(error.contains("transport_host is the wildcard \"0.0.0.0\""), "{error}");
     let error = start_error(Config { transport: "pigeon".to_owned(), ..config("x") });
-    assert_eq!(error, "transport is \"pigeon\"; this build has [\"tcp\"]");
+    assert_eq!(error, "transport is \"pigeon\"; this build has [\"tcp\", \"shm\", \"ucx\", \"auto\"]");
 }
 
 #[test]

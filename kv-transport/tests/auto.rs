@@ -1,7 +1,6 @@
 //! The `auto` transport: which member it takes, what it says of it, and what peers with only one of its members see.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout)] // A failed step is a failed test.
 #![cfg(target_os = "linux")]
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A failed step is a failed test.
 
 use std::sync::Arc;
 use std::time::Duration;
