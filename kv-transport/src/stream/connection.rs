@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::socket::Socket;
 use tokio::io::Interest;
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
 use super::commands::{AcceptedRead, Command, after};
@@ -42,13 +42,13 @@ pub(crate) struct Connection {
 impl Connection {
     pub(crate) fn new(shared: Arc<Shared>, peer: PeerId, commands: UnboundedReceiver<Command>) -> Self {
         // One that is lost already gets no mail.
-        let mail = shared.mail(peer).unwrap_or_else(|| tokio::sync::mpsc::unbounded_channel().0);
+        let (mail, shortcut) = shared.ways(peer).unwrap_or_else(|| (unbounded_channel().0, Arc::default()));
         Self {
             peer,
             commands,
-            reads: Reads::new(Arc::clone(&shared), mail.clone()),
+            reads: Reads::new(Arc::clone(&shared), mail.clone(), Arc::clone(&shortcut)),
             serve: Serve::new(shared.config.serve_limits(), mail),
-            writer: Writer::new(Arc::clone(&shared), peer),
+            writer: Writer::new(Arc::clone(&shared), peer, shortcut),
             shared,
             reason: None,
         }
@@ -131,6 +131,7 @@ impl Connection {
                 }
             }
             Some(Command::Cancel { op, serial }) => {
+                self.reads.collect();
                 self.reads.cancel(op, serial, &mut self.writer.control);
                 if let Some(local) = &self.shared.local {
                     local.cancel(op, serial);
@@ -161,7 +162,8 @@ impl Connection {
     }
 
     async fn serve_stream(&mut self, stream: Socket, granted: ServeLimits) -> Result<Never, LossReason> {
-        self.reads.open(granted);
+        let stream = Arc::new(stream);
+        self.reads.open(&stream, granted);
         let mut reader = Reader::new(Arc::clone(&self.shared), self.peer);
         let mut sleep = Box::pin(sleep_until(after(Instant::now(), LONG)));
         let mut life = Life::new();
@@ -179,6 +181,7 @@ impl Connection {
             }
 
             let now = Instant::now();
+            self.reads.collect();
             let Self { reads, serve, writer, .. } = self;
             let mut others = Others { reads, serve, writer };
             let (received, any) = reader.turn(&stream, &mut others, now, TURN_BYTES)?;
@@ -198,7 +201,11 @@ impl Connection {
                 tokio::task::yield_now().await;
                 continue;
             }
-            set(&mut sleep, self.wake(&life));
+            let wake = self.wake(&life);
+            if !self.reads.may_sleep(wake) {
+                continue;
+            }
+            set(&mut sleep, wake);
             let interest = match (received == Turn::Blocked, sent == Turn::Blocked) {
                 (true, true) => Some(Interest::READABLE | Interest::WRITABLE),
                 (true, false) => Some(Interest::READABLE),

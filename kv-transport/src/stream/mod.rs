@@ -17,6 +17,7 @@ pub(crate) mod reader;
 pub(crate) mod reads;
 pub(crate) mod serve;
 pub(crate) mod shared;
+pub(crate) mod shortcut;
 pub(crate) mod socket;
 pub(crate) mod spans;
 pub(crate) mod staging;

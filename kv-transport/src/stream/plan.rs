@@ -156,7 +156,6 @@ impl Plan {
     }
 
     /// Bytes in all.
-    #[cfg(any(test, target_os = "linux"))]
     pub(crate) fn total(&self) -> u64 {
         self.total
     }

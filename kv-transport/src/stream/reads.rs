@@ -15,8 +15,10 @@ use tokio::time::Instant;
 use super::commands::{AcceptedRead, Command, after};
 use super::frame::{EndCode, Header, ServeLimits, encode_read};
 use super::limits::{CHUNK_QUEUE_LIMIT, Limits};
-use super::plan::{Cursor, Plan};
+use super::plan::{Cursor, Cut, Plan};
 use super::shared::Shared;
+use super::shortcut::{Posted, Shortcut, is_posted};
+use super::socket::Socket;
 use super::spans::Spans;
 use super::staging::{For, Slot};
 use crate::contract::{OpId, RangeSet, ReadOutcome};
@@ -77,6 +79,7 @@ pub(crate) struct Reads {
     shared: Arc<Shared>,
     /// Leads to the connection.
     mail: UnboundedSender<Command>,
+    shortcut: Arc<Shortcut>,
     ops: HashMap<u64, Op>,
     /// Operations that have come to their end, but for copies under way.
     ending: HashMap<u64, (Op, Result<(), ReadError>)>,
@@ -88,6 +91,8 @@ pub(crate) struct Reads {
     /// Other operations with something left to ask for. They take turns.
     ring: VecDeque<u64>,
     chunks: HashMap<u64, Chunk>,
+    /// Chunks of the task's own, which is all but those that were posted.
+    asked: u32,
     numbers: u64,
     bytes_out: u64,
     limits: Option<ServeLimits>,
@@ -96,10 +101,11 @@ pub(crate) struct Reads {
 }
 
 impl Reads {
-    pub(crate) fn new(shared: Arc<Shared>, mail: UnboundedSender<Command>) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, mail: UnboundedSender<Command>, shortcut: Arc<Shortcut>) -> Self {
         Self {
             shared,
             mail,
+            shortcut,
             ops: HashMap::new(),
             ending: HashMap::new(),
             copying: 0,
@@ -107,6 +113,7 @@ impl Reads {
             early: VecDeque::new(),
             ring: VecDeque::new(),
             chunks: HashMap::new(),
+            asked: 0,
             numbers: 0,
             bytes_out: 0,
             limits: None,
@@ -115,24 +122,43 @@ impl Reads {
     }
 
     /// The connection stands: from now on reads are sent, within what both sides allow.
-    pub(crate) fn open(&mut self, granted: ServeLimits) {
+    pub(crate) fn open(&mut self, socket: &Arc<Socket>, granted: ServeLimits) {
         let Limits { chunk_max_bytes, chunk_max_ranges, .. } = self.shared.config;
-        self.limits = Some(ServeLimits {
+        let limits = ServeLimits {
             chunk_queue: granted.chunk_queue.min(CHUNK_QUEUE_LIMIT),
             chunk_bytes: granted.chunk_bytes.min(chunk_max_bytes),
             chunk_ranges: granted.chunk_ranges.min(chunk_max_ranges),
-        });
+        };
+        let kept = self.shortcut.open(socket, limits);
+        self.limits = Some(ServeLimits { chunk_queue: limits.chunk_queue - kept, ..limits });
     }
 
     pub(crate) fn add(&mut self, read: AcceptedRead) {
-        let AcceptedRead { op: id, serial, plan, submitted, limits } = read;
         self.numbers += 1;
-        let number = self.numbers;
+        self.insert(self.numbers, read, Cursor::default());
+        self.early.push_back(self.numbers);
+    }
+
+    /// Takes over what callers have asked the peer for themselves.
+    pub(crate) fn collect(&mut self) {
+        for Posted { number, read, cursor, cut } in self.shortcut.collect() {
+            self.insert(number, read, cursor);
+            self.expect(number, number, cut);
+        }
+    }
+
+    /// Whether nothing was posted that would be slept over.
+    pub(crate) fn may_sleep(&self, until: Instant) -> bool {
+        self.shortcut.may_sleep(until)
+    }
+
+    fn insert(&mut self, number: u64, read: AcceptedRead, cursor: Cursor) {
+        let AcceptedRead { op: id, serial, plan, submitted, limits } = read;
         let op = Op {
             id,
             serial,
             plan,
-            cursor: Cursor::default(),
+            cursor,
             outstanding: 0,
             copying: 0,
             arrived: vec![],
@@ -143,7 +169,19 @@ impl Reads {
         self.alarm = Some(self.alarm.map_or(op.alarm(), |alarm| alarm.min(op.alarm())));
         self.by_id.insert(id, number);
         self.ops.insert(number, op);
-        self.early.push_back(number);
+    }
+
+    /// A chunk was asked for.
+    fn expect(&mut self, number: u64, op: u64, cut: Cut) {
+        let Cut { memory, local: spans, interval, .. } = cut;
+        let bytes = spans.left() as u32;
+        self.bytes_out += u64::from(bytes);
+        self.shared.in_flight.fetch_add(u64::from(bytes), Ordering::Relaxed);
+        if let Some(op) = self.ops.get_mut(&op) {
+            op.outstanding += 1;
+        }
+        let destination = Some(Destination { op, memory, spans, staged: None });
+        self.chunks.insert(number, Chunk { destination, bytes, interval, data_seen: false });
     }
 
     pub(crate) fn cancel(&mut self, id: OpId, serial: u64, out: &mut Vec<u8>) {
@@ -183,7 +221,7 @@ impl Reads {
     pub(crate) fn request(&mut self, out: &mut Vec<u8>) {
         let Some(limits) = self.limits else { return };
         let Limits { bytes_in_flight_per_peer: window, bytes_in_flight_max: most, .. } = self.shared.config;
-        while self.chunks.len() < limits.chunk_queue as usize {
+        while self.asked < limits.chunk_queue {
             let next = u64::from(limits.chunk_bytes);
             let all = self.shared.in_flight.load(Ordering::Relaxed);
             let room = self.chunks.is_empty()
@@ -195,24 +233,26 @@ impl Reads {
             let Some(cut) = cut else { continue };
             self.numbers += 1;
             encode_read(out, self.numbers, number, cut.key, &cut.remote);
-            let bytes = cut.local.left() as u32;
-            let destination = Destination { op: number, memory: cut.memory, spans: cut.local, staged: None };
-            self.bytes_out += u64::from(bytes);
-            self.shared.in_flight.fetch_add(u64::from(bytes), Ordering::Relaxed);
-            op.outstanding += 1;
             if !op.plan.is_cut(&op.cursor) {
                 let early = op.cursor.taken() < EARLY_BYTES;
                 let ring = if early { &mut self.early } else { &mut self.ring };
                 ring.push_back(number);
             }
-            let destination = Some(destination);
-            let chunk = Chunk { destination, bytes, interval: cut.interval, data_seen: false };
-            self.chunks.insert(self.numbers, chunk);
+            self.asked += 1;
+            self.expect(self.numbers, number, cut);
+        }
+    }
+
+    /// The answer to a posted request can be faster than the look at what was posted.
+    fn collect_if_unknown(&mut self, chunk: u64) {
+        if is_posted(chunk) && !self.chunks.contains_key(&chunk) {
+            self.collect();
         }
     }
 
     /// The header of a chunk's data came: may it?
     pub(crate) fn begin_data(&mut self, chunk: u64, len: u32) -> Result<(), &'static str> {
+        self.collect_if_unknown(chunk);
         let chunk = self.chunks.get_mut(&chunk).ok_or("data that nobody asked for")?;
         if chunk.data_seen {
             return Err("the same data twice");
@@ -265,7 +305,13 @@ impl Reads {
 
     /// A chunk ended.
     pub(crate) fn end(&mut self, number: u64, code: EndCode, out: &mut Vec<u8>) -> Result<(), &'static str> {
+        self.collect_if_unknown(number);
         let chunk = self.chunks.remove(&number).ok_or("the end of a chunk that nobody asked for")?;
+        if is_posted(number) {
+            self.shortcut.ended();
+        } else {
+            self.asked -= 1;
+        }
         self.bytes_out -= u64::from(chunk.bytes);
         self.shared.in_flight.fetch_sub(u64::from(chunk.bytes), Ordering::Relaxed);
         if code == EndCode::Done && !chunk.data_seen {
@@ -364,6 +410,7 @@ impl Reads {
 
     /// The connection is gone: what arrived of each operation, which ends now.
     pub(crate) fn abandon(&mut self) -> HashMap<OpId, RangeSet> {
+        self.shortcut.close();
         self.chunks.clear();
         let left = std::mem::take(&mut self.bytes_out);
         self.shared.in_flight.fetch_sub(left, Ordering::Relaxed);

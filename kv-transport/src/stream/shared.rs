@@ -19,6 +19,7 @@ use super::key::Key;
 use super::limits::Limits;
 use super::local::{LocalPath, Taken};
 use super::plan::Plan;
+use super::shortcut::Shortcut;
 use super::staging::Staging;
 use super::target::Target;
 use crate::contract::{
@@ -54,6 +55,7 @@ struct Peer {
     incoming: usize,
     incoming_bytes: usize,
     paused: bool,
+    shortcut: Arc<Shortcut>,
 }
 
 #[derive(Debug)]
@@ -256,6 +258,7 @@ impl Shared {
                 incoming: 0,
                 incoming_bytes: 0,
                 paused: false,
+                shortcut: Arc::default(),
             },
         );
         Ok((peer, receiver))
@@ -275,11 +278,14 @@ impl Shared {
         let submitted = Instant::now();
         let ReadRequest { op, peer, parts, limits } = request;
         let mut regions: Vec<_> = parts.iter().map(|part| part.region).collect();
-        let memories = self.check_read(op, peer, limits, &parts)?;
+        let (memories, shortcut) = self.check_read(op, peer, limits, &parts)?;
         // Sorting a hundred thousand ranges takes milliseconds: that is done without the lock.
         let plan = Plan::new(self.config.name, op, parts, memories)?;
         regions.sort_unstable();
         regions.dedup();
+
+        // A local path is shorter still.
+        let prepared = if self.local.is_none() { shortcut.prepare(&plan) } else { None };
 
         let mut state = self.lock();
         state.check(op, peer)?;
@@ -290,7 +296,7 @@ impl Shared {
         let flight = Flight { peer, serial, regions, ranges: plan.range_count(), cancelled: false };
         let read = AcceptedRead { op, serial, plan, submitted, limits };
         let mut read = Some(read);
-        if self.local.is_none() {
+        if self.local.is_none() && prepared.is_none() {
             state.peer(peer)?.hand(&mut read, Command::Read)?;
         }
         for region in &flight.regions {
@@ -301,7 +307,11 @@ impl Shared {
         state.flights.insert(op, flight);
         drop(state);
         // From here on it is accepted, and completes even if its peer is lost in this moment.
-        if let (Some(local), Some(read)) = (&self.local, read) {
+        if let Some(prepared) = prepared {
+            if read.is_some_and(|read| prepared.send(read)) {
+                self.hand(peer, Command::Resume);
+            }
+        } else if let (Some(local), Some(read)) = (&self.local, read) {
             match local.take(peer, read) {
                 Taken::Yes if self.is_cancelled(op, serial) => local.cancel(op, serial),
                 Taken::Yes => {}
@@ -326,8 +336,13 @@ impl Shared {
     }
 
     /// The way to a peer's task.
-    pub(crate) fn mail(&self, peer: PeerId) -> Option<UnboundedSender<Command>> {
+    fn mail(&self, peer: PeerId) -> Option<UnboundedSender<Command>> {
         self.lock().peers.get(&peer).map(|entry| entry.commands.clone())
+    }
+
+    /// All ways to a peer: to its task, and past it.
+    pub(crate) fn ways(&self, peer: PeerId) -> Option<(UnboundedSender<Command>, Arc<Shortcut>)> {
+        self.lock().peers.get(&peer).map(|entry| (entry.commands.clone(), Arc::clone(&entry.shortcut)))
     }
 
     fn check_read(
@@ -336,7 +351,7 @@ impl Shared {
         peer: PeerId,
         limits: ReadLimits,
         parts: &[ReadPart],
-    ) -> Result<Vec<Memory>, TransportError> {
+    ) -> Result<(Vec<Memory>, Arc<Shortcut>), TransportError> {
         let mut state = self.lock();
         state.check(op, peer)?;
         if limits.total.is_zero() {
@@ -345,14 +360,13 @@ impl Shared {
         if limits.stall.is_zero() {
             return Err(TransportError::ZeroLimit { op, limit: "stall" });
         }
-        parts
-            .iter()
-            .map(|part| {
-                let region = part.region;
-                let entry = state.regions.get(&region).ok_or(TransportError::UnknownRegion { region })?;
-                Ok(entry.memory.clone())
-            })
-            .collect()
+        let memory = |part: &ReadPart| {
+            let region = part.region;
+            let entry = state.regions.get(&region).ok_or(TransportError::UnknownRegion { region })?;
+            Ok(entry.memory.clone())
+        };
+        let memories = parts.iter().map(memory).collect::<Result<_, TransportError>>()?;
+        Ok((memories, Arc::clone(&state.peer(peer)?.shortcut)))
     }
 
     pub(crate) fn cancel(&self, op: OpId) {

@@ -13,6 +13,7 @@ use tokio::time::Instant;
 use super::frame::Header;
 use super::serve::{Sending, Serve};
 use super::shared::Shared;
+use super::shortcut::Shortcut;
 use super::vectored;
 use crate::contract::PeerId;
 use crate::error::LossReason;
@@ -45,6 +46,7 @@ struct Piece {
 pub(crate) struct Writer {
     shared: Arc<Shared>,
     peer: PeerId,
+    shortcut: Arc<Shortcut>,
     /// Frames that control the connection. Bounded, because each kind is: requests by the peer's grant, ends by
     /// ours, pings and pongs by one, cancels by the operations.
     pub(crate) control: Vec<u8>,
@@ -59,10 +61,11 @@ pub(crate) struct Writer {
 }
 
 impl Writer {
-    pub(crate) fn new(shared: Arc<Shared>, peer: PeerId) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, peer: PeerId, shortcut: Arc<Shortcut>) -> Self {
         Self {
             shared,
             peer,
+            shortcut,
             control: vec![],
             messages: VecDeque::new(),
             ping: false,
@@ -95,6 +98,25 @@ impl Writer {
 
     /// Sends until the socket is full, the budget is used up, or nothing is left.
     pub(crate) fn turn(
+        &mut self,
+        stream: &Socket,
+        serve: &mut Serve,
+        now: Instant,
+        budget: usize,
+    ) -> Result<Turn, LossReason> {
+        let shortcut = Arc::clone(&self.shortcut);
+        let mut posts = shortcut.lock();
+        let rest = posts.take_rest();
+        if !rest.is_empty() {
+            // Callers write only when nothing else is unfinished.
+            self.round.push_front(Piece { bytes: rest, ..Piece::default() });
+        }
+        let turn = self.send_all(stream, serve, now, budget);
+        posts.set_idle(matches!(turn, Ok(Turn::Idle)));
+        turn
+    }
+
+    fn send_all(
         &mut self,
         stream: &Socket,
         serve: &mut Serve,

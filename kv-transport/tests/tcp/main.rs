@@ -8,5 +8,6 @@ mod faults;
 mod misuse;
 mod names;
 mod rules;
+mod shortcut;
 mod strangers;
 mod support;
