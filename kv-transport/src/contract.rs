@@ -158,11 +158,13 @@ impl RangeSet {
 
     /// All of `size` ranges.
     pub fn all(size: usize) -> Self {
-        let mut set = Self::none(size);
-        for index in 0..size {
-            set.insert(index);
+        let mut bits = vec![u64::MAX; size.div_ceil(64)];
+        if let Some(last) = bits.last_mut()
+            && size % 64 != 0
+        {
+            *last = (1 << (size % 64)) - 1;
         }
-        set
+        Self { bits, size }
     }
 
     /// Adds a range; an index beyond the request's ranges changes nothing.

@@ -5,5 +5,5 @@ use std::process::ExitCode;
 use kv_testkit::conformance::{self, tcp::TcpHarness};
 
 fn main() -> ExitCode {
-    conformance::main(&TcpHarness)
+    conformance::main(&TcpHarness::ONE)
 }

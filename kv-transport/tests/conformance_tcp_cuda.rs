@@ -9,8 +9,9 @@ fn main() -> ExitCode {
     use kv_testkit::conformance::device::OnDevice;
     use kv_testkit::conformance::{self, tcp::TcpHarness};
 
-    static REAL: OnDevice<TcpHarness> = OnDevice::of_cuda(TcpHarness, "tcp, CUDA memory");
-    static FAKE: OnDevice<TcpHarness> = OnDevice::of_cuda(TcpHarness, "tcp, CUDA memory of a fake driver");
+    static REAL: OnDevice<TcpHarness> = OnDevice::of_cuda(TcpHarness::ONE, "tcp, CUDA memory");
+    static FAKE: OnDevice<TcpHarness> =
+        OnDevice::of_cuda(TcpHarness::ONE, "tcp, CUDA memory of a fake driver");
 
     let harness = match driver() {
         Ok(Driver::Real) => &REAL,

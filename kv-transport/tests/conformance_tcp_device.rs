@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use kv_testkit::conformance::device::{OnDevice, host_device};
 use kv_testkit::conformance::{self, tcp::TcpHarness};
 
-static HARNESS: OnDevice<TcpHarness> = OnDevice::of_host_memory(TcpHarness, "tcp, device memory");
+static HARNESS: OnDevice<TcpHarness> = OnDevice::of_host_memory(TcpHarness::ONE, "tcp, device memory");
 
 fn main() -> ExitCode {
     // Its thread is none of the transport's, which are counted.

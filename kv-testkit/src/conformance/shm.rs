@@ -74,7 +74,7 @@ impl Harness for AutoHarness {
     }
 
     fn endpoint(&self) -> Result<Arc<dyn Transport>, HarnessError> {
-        let members = vec![Self::SHM.endpoint()?, TcpHarness.endpoint()?];
+        let members = vec![Self::SHM.endpoint()?, TcpHarness::ONE.endpoint()?];
         Ok(Arc::new(AutoTransport::over(members)?))
     }
 

@@ -13,7 +13,9 @@ use super::{ChildPeer, Harness, HarnessError, Link, Remote, Unavailable};
 
 /// Tries [`TcpTransport`].
 #[derive(Debug, Clone, Copy)]
-pub struct TcpHarness;
+pub struct TcpHarness {
+    connections_per_peer: u32,
+}
 
 /// Where the port stands in an address of the tcp transport; its own tests pin that format.
 const PORT: Range<usize> = 3..5;
@@ -21,9 +23,15 @@ const PORT: Range<usize> = 3..5;
 const HOSTLESS: Range<usize> = 0..21;
 
 impl TcpHarness {
+    /// With one connection to each peer.
+    pub const ONE: Self = Self { connections_per_peer: 1 };
+    /// With three connections to each peer.
+    pub const THREE: Self = Self { connections_per_peer: 3 };
+
     /// How endpoints are configured: as they come, but quick to notice silence.
-    pub fn config() -> TcpConfig {
+    pub fn config(&self) -> TcpConfig {
         TcpConfig {
+            connections_per_peer: self.connections_per_peer,
             keep_alive: Duration::from_millis(500),
             silence_limit: Duration::from_secs(3),
             ..TcpConfig::default()
@@ -33,11 +41,11 @@ impl TcpHarness {
 
 impl Harness for TcpHarness {
     fn name(&self) -> &'static str {
-        "tcp"
+        if self.connections_per_peer == 1 { "tcp" } else { "tcp, several connections" }
     }
 
     fn endpoint(&self) -> Result<Arc<dyn Transport>, HarnessError> {
-        Ok(Arc::new(TcpTransport::bind(Self::config())?))
+        Ok(Arc::new(TcpTransport::bind(self.config())?))
     }
 
     fn remote(&self) -> Result<Box<dyn Remote>, Unavailable> {
@@ -60,7 +68,7 @@ impl Harness for TcpHarness {
     }
 
     fn silence_limit(&self) -> Option<Duration> {
-        Some(Self::config().silence_limit)
+        Some(self.config().silence_limit)
     }
 }
 
@@ -87,7 +95,7 @@ impl Link for Deaf {
     }
 }
 
-/// Hands one connection on.
+/// Hands connections on.
 #[derive(Debug)]
 struct Forwarder {
     address: Address,
@@ -144,22 +152,25 @@ impl Drop for Forwarder {
 }
 
 fn forward(listener: &TcpListener, target: SocketAddr, state: &Mutex<State>) -> io::Result<()> {
-    let (near, _) = listener.accept()?;
-    let far = TcpStream::connect(target)?;
-    {
-        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.over {
-            return Ok(());
-        }
-        state.streams.extend([near.try_clone()?, far.try_clone()?]);
-    }
-    near.set_nodelay(true)?;
-    far.set_nodelay(true)?;
     std::thread::scope(|scope| {
-        scope.spawn(|| pump(&near, &far));
-        pump(&far, &near);
-    });
-    Ok(())
+        loop {
+            let (near, _) = listener.accept()?;
+            let far = TcpStream::connect(target)?;
+            near.set_nodelay(true)?;
+            far.set_nodelay(true)?;
+            {
+                let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+                if state.over {
+                    return Ok(());
+                }
+                state.streams.extend([near.try_clone()?, far.try_clone()?]);
+            }
+            let (near, far) = (Arc::new(near), Arc::new(far));
+            let (back, forth) = (Arc::clone(&near), Arc::clone(&far));
+            scope.spawn(move || pump(&near, &far));
+            scope.spawn(move || pump(&forth, &back));
+        }
+    })
 }
 
 fn pump(mut from: &TcpStream, mut to: &TcpStream) {

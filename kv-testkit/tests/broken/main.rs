@@ -29,7 +29,7 @@ impl Harness for Broken {
     }
 
     fn endpoint(&self) -> Result<Arc<dyn Transport>, HarnessError> {
-        let inner = TcpHarness.endpoint()?;
+        let inner = TcpHarness::ONE.endpoint()?;
         Ok(match self.0 {
             Some(rule) => Offender::before(inner, rule),
             None => inner,
@@ -41,19 +41,19 @@ impl Harness for Broken {
     }
 
     fn link(&self, to: &Address) -> Result<Box<dyn Link>, Unavailable> {
-        TcpHarness.link(to)
+        TcpHarness::ONE.link(to)
     }
 
     fn black_hole(&self) -> Result<Box<dyn Link>, Unavailable> {
-        TcpHarness.black_hole()
+        TcpHarness::ONE.black_hole()
     }
 
     fn harmless_bytes(&self, address: &Address) -> Range<usize> {
-        TcpHarness.harmless_bytes(address)
+        TcpHarness::ONE.harmless_bytes(address)
     }
 
     fn silence_limit(&self) -> Option<Duration> {
-        TcpHarness.silence_limit()
+        TcpHarness::ONE.silence_limit()
     }
 
     /// What an offender never tells is waited for in vain, so this is short.

@@ -95,7 +95,7 @@ impl ShmConfig {
                 Err(TransportError::BadConfig { transport: NAME, what })
             }
             Err(other) => Err(other),
-            Ok(()) => Ok(Limits { name: NAME, ..like.limits() }),
+            Ok(()) => Ok(Limits { name: NAME, connections_per_peer: 1, further_granted: 0, ..like.limits() }),
         }
     }
 }

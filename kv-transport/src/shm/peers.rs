@@ -16,14 +16,15 @@ use super::ShmConfig;
 use super::grants::{Answer, Question, ask};
 use super::registry::{Listing, Probe, REGISTRY_BYTES};
 use super::window::{RANGES_MAX, Window, copy_process, read_process};
-use crate::contract::{OpId, PeerId, RangeSet, ReadLimits, ReadOutcome};
+use crate::contract::{OpId, PeerId, ReadLimits};
 use crate::error::{LossReason, ReadError};
 use crate::stream::commands::{AcceptedRead, after};
 use crate::stream::key::{Key, Nonce};
 use crate::stream::local::{LocalPath, Taken, Waiting};
-use crate::stream::plan::{Cursor, Cut, Plan};
+use crate::stream::plan::{Cut, Intervals};
 use crate::stream::shared::Shared;
 use crate::stream::target::{Place, Target};
+use crate::stream::work::Work;
 
 /// Bytes copied before it is another read's turn.
 const TURN_BYTES: u32 = 2 << 20;
@@ -90,8 +91,7 @@ impl Peer {
 }
 
 struct Progress {
-    plan: Plan,
-    cursor: Cursor,
+    work: Arc<Work>,
     arrived: Vec<(u64, u64)>,
     last_byte: Instant,
     ended: bool,
@@ -122,7 +122,7 @@ struct State {
     /// Jobs with something left to copy. They take turns.
     queue: VecDeque<Arc<Job>>,
     /// Reads that wait for an answer of this peer, with their number of ranges. One that is cancelled is no longer here.
-    waiting: HashMap<(OpId, u64), (PeerId, usize)>,
+    waiting: HashMap<(OpId, u64), PeerId>,
     /// Peers that are gone. What was mapped of them is given back by the copying thread, since that can take long.
     gone: Vec<Arc<Peer>>,
     closed: bool,
@@ -212,7 +212,7 @@ impl Peers {
             Err(ReadError::Stalled)
         } else {
             let progress = &mut *progress;
-            match progress.plan.cut(&mut progress.cursor, TURN_BYTES, RANGES_MAX) {
+            match progress.work.cut(TURN_BYTES, RANGES_MAX) {
                 None => Ok(None),
                 Some(cut) => copy(job, &cut).map(|()| Some(cut.interval)),
             }
@@ -221,7 +221,7 @@ impl Peers {
             Ok(interval) => {
                 progress.arrived.extend(interval);
                 progress.last_byte = now;
-                if !progress.plan.is_cut(&progress.cursor) {
+                if !progress.work.is_cut() {
                     return true;
                 }
                 Ok(())
@@ -235,14 +235,10 @@ impl Peers {
     fn end(&self, job: &Job, mut progress: MutexGuard<'_, Progress>, result: Result<(), ReadError>) {
         progress.ended = true;
         let intervals = std::mem::take(&mut progress.arrived);
-        let arrived = match result {
-            Ok(()) => RangeSet::all(progress.plan.range_count()),
-            Err(_) => progress.plan.arrived(intervals),
-        };
         drop(progress);
         self.lock().jobs.remove(&(job.op, job.serial));
         if let Some(shared) = self.shared.upgrade() {
-            shared.complete(job.op, job.serial, ReadOutcome { result, arrived });
+            shared.complete_share(job.op, job.serial, result, intervals);
         }
     }
 
@@ -367,14 +363,14 @@ impl LocalPath for Peers {
     fn take(&self, of: PeerId, read: AcceptedRead) -> Taken {
         let mut state = self.lock();
         let Some(peer) = state.peers.get(&of).cloned() else { return Taken::No(read) };
-        if read.plan.to_device() {
+        if read.work.plan.to_device() {
             return Taken::No(read);
         }
         let mut regions = HashMap::new();
         let (mut unknown, mut carried) = (false, false);
         {
             let known = peer.regions();
-            for key in read.plan.keys() {
+            for key in read.work.plan.keys() {
                 match known.get(&key) {
                     None => unknown = true,
                     Some(Known::Carried) => carried = true,
@@ -386,14 +382,14 @@ impl LocalPath for Peers {
             return Taken::No(read);
         }
         if unknown {
-            state.waiting.insert((read.op, read.serial), (of, read.plan.range_count()));
+            state.waiting.insert((read.op, read.serial), of);
             return Taken::Unresolved(read);
         }
-        let AcceptedRead { op, serial, plan, submitted, limits } = read;
+        let AcceptedRead { op, serial, work, limits, .. } = read;
+        let (plan, submitted) = (&work.plan, work.submitted);
         let small = plan.total() <= AT_ONCE_BYTES && plan.range_count() <= AT_ONCE_RANGES;
         let ReadLimits { total, stall } = limits;
-        let progress =
-            Progress { plan, cursor: Cursor::default(), arrived: vec![], last_byte: submitted, ended: false };
+        let progress = Progress { work, arrived: vec![], last_byte: submitted, ended: false };
         let job = Arc::new(Job {
             op,
             serial,
@@ -425,7 +421,7 @@ impl LocalPath for Peers {
                 let until = after(Instant::now(), limit);
                 let asked = async {
                     let _turn = peer.asking.lock().await;
-                    for key in read.plan.keys() {
+                    for key in read.work.plan.keys() {
                         if peer.regions().contains_key(&key) {
                             continue;
                         }
@@ -453,13 +449,12 @@ impl LocalPath for Peers {
     }
 
     fn cancel(&self, op: OpId, serial: u64) {
-        let (waiting, job) = {
+        let (waited, job) = {
             let mut state = self.lock();
-            (state.waiting.remove(&(op, serial)), state.jobs.get(&(op, serial)).cloned())
+            (state.waiting.remove(&(op, serial)).is_some(), state.jobs.get(&(op, serial)).cloned())
         };
-        if let (Some((_, ranges)), Some(shared)) = (waiting, self.shared.upgrade()) {
-            let outcome = ReadOutcome { result: Err(ReadError::Cancelled), arrived: RangeSet::none(ranges) };
-            shared.complete(op, serial, outcome);
+        if waited && let Some(shared) = self.shared.upgrade() {
+            shared.complete_share(op, serial, Err(ReadError::Cancelled), vec![]);
         }
         if let Some(job) = job {
             let progress = job.lock();
@@ -469,12 +464,12 @@ impl LocalPath for Peers {
         }
     }
 
-    fn detach(&self, peer: PeerId) -> HashMap<OpId, RangeSet> {
+    fn detach(&self, peer: PeerId) -> HashMap<OpId, Intervals> {
         let jobs: Vec<Arc<Job>> = {
             let mut state = self.lock();
             let gone = state.peers.remove(&peer);
             state.gone.extend(gone);
-            state.waiting.retain(|_, (of, _)| *of != peer);
+            state.waiting.retain(|_, of| *of != peer);
             state.queue.retain(|job| job.of != peer);
             let jobs: Vec<_> = state.jobs.values().filter(|job| job.of == peer).cloned().collect();
             state.jobs.retain(|_, job| job.of != peer);
@@ -486,8 +481,7 @@ impl LocalPath for Peers {
             let mut progress = job.lock();
             if !progress.ended {
                 progress.ended = true;
-                let intervals = std::mem::take(&mut progress.arrived);
-                arrived.insert(job.op, progress.plan.arrived(intervals));
+                arrived.insert(job.op, std::mem::take(&mut progress.arrived));
             }
         }
         arrived

@@ -1,13 +1,17 @@
 //! What callers ask of the IO thread.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::Instant;
 
-use super::plan::Plan;
+use super::frame::{Preface, ServeLimits};
+use super::key::Nonce;
+use super::shared::Link;
+use super::socket::Socket;
 use super::staging::Copied;
 use super::target::Target;
+use super::work::Work;
 use crate::contract::{OpId, PeerId, ReadLimits};
 use crate::error::LossReason;
 
@@ -30,20 +34,41 @@ pub(crate) enum Command {
 }
 
 /// To the thread.
-#[derive(Debug)]
 pub(crate) enum Control {
-    Connect { peer: PeerId, target: Target, deadline: Instant, commands: UnboundedReceiver<Command> },
+    Connect {
+        link: Link,
+        target: Target,
+        deadline: Instant,
+    },
+    /// A peer that we connected to allows further connections to who shows this ticket.
+    Further {
+        peer: PeerId,
+        target: Target,
+        ticket: Nonce,
+        count: u32,
+    },
+    /// A peer that connected to us has added a connection.
+    Joined(Box<Joined>),
     Shutdown,
 }
 
-/// A read that was accepted: it completes exactly once.
-#[derive(Debug)]
+/// A further connection of a peer, before it is served.
+pub(crate) struct Joined {
+    pub(crate) link: Link,
+    pub(crate) stream: Socket,
+    pub(crate) answer: Preface,
+    pub(crate) granted: ServeLimits,
+}
+
+/// A read that was accepted: it completes exactly once. Each connection that works on it has a copy.
+#[derive(Debug, Clone)]
 pub(crate) struct AcceptedRead {
     pub(crate) op: OpId,
     /// Tells it from a later read under the same id.
     pub(crate) serial: u64,
-    pub(crate) plan: Plan,
-    pub(crate) submitted: Instant,
+    pub(crate) work: Arc<Work>,
+    /// Among how many connections it is divided.
+    pub(crate) shares: usize,
     pub(crate) limits: ReadLimits,
 }
 

@@ -5,16 +5,16 @@ use std::time::Duration;
 
 use super::socket::Socket;
 use tokio::io::Interest;
-use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
-use super::commands::{AcceptedRead, Command, after};
+use super::commands::{AcceptedRead, Command, Control, after};
 use super::establish;
 use super::frame::{Preface, ServeLimits};
 use super::reader::{Others, Reader};
 use super::reads::Reads;
 use super::serve::Serve;
-use super::shared::Shared;
+use super::shared::{Link, Shared};
 use super::staging::{Copied, For};
 use super::target::Target;
 use super::writer::{Turn, Writer};
@@ -32,6 +32,7 @@ const LONG: Duration = Duration::from_secs(3600);
 pub(crate) struct Connection {
     shared: Arc<Shared>,
     peer: PeerId,
+    first: bool,
     commands: UnboundedReceiver<Command>,
     reads: Reads,
     serve: Serve,
@@ -40,11 +41,11 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    pub(crate) fn new(shared: Arc<Shared>, peer: PeerId, commands: UnboundedReceiver<Command>) -> Self {
-        // One that is lost already gets no mail.
-        let (mail, shortcut) = shared.ways(peer).unwrap_or_else(|| (unbounded_channel().0, Arc::default()));
+    pub(crate) fn new(shared: Arc<Shared>, link: Link) -> Self {
+        let Link { peer, first, mail, commands, shortcut } = link;
         Self {
             peer,
+            first,
             commands,
             reads: Reads::new(Arc::clone(&shared), mail.clone(), Arc::clone(&shortcut)),
             serve: Serve::new(shared.config.serve_limits(), mail),
@@ -61,9 +62,21 @@ impl Connection {
         self.settle().await;
     }
 
-    /// Lives the life of a peer that we connect to.
-    pub(crate) async fn run_connecting(mut self, target: Target, own: Preface, deadline: Instant) {
-        self.reason = self.connect_and_serve(target, own, deadline).await.err();
+    /// Lives the life of a peer that we connect to. Further connections are asked for if they are wanted and allowed.
+    pub(crate) async fn run_connecting(
+        mut self,
+        target: Target,
+        own: Preface,
+        deadline: Instant,
+        control: UnboundedSender<Control>,
+    ) {
+        self.reason = self.connect_and_serve(target, own, deadline, control).await.err();
+        self.settle().await;
+    }
+
+    /// Lives the life of a connection that was added to a peer.
+    pub(crate) async fn run_further(mut self, stream: Socket, granted: ServeLimits) {
+        self.reason = self.serve_stream(stream, granted).await.err();
         self.settle().await;
     }
 
@@ -95,11 +108,12 @@ impl Connection {
         target: Target,
         own: Preface,
         deadline: Instant,
+        control: UnboundedSender<Control>,
     ) -> Result<Never, LossReason> {
-        let connecting = connect(Arc::clone(&self.shared), self.peer, target, own, deadline);
+        let connecting = connect(Arc::clone(&self.shared), self.peer, target.clone(), own, deadline);
         tokio::pin!(connecting);
         let mut sleep = Box::pin(sleep_until(after(Instant::now(), LONG)));
-        let (stream, granted) = loop {
+        let (stream, theirs) = loop {
             // Reads are accepted before the connection stands; their limits run all the same.
             let alarm = self.reads.alarm().unwrap_or_else(|| after(Instant::now(), LONG));
             set(&mut sleep, alarm);
@@ -112,7 +126,13 @@ impl Connection {
             self.reads.expire(Instant::now(), &mut self.writer.control);
         };
         self.shared.connected(self.peer);
-        self.serve_stream(stream, granted).await
+        let count = (self.shared.config.connections_per_peer - 1).min(theirs.further);
+        if count > 0 {
+            let (peer, ticket) = (self.peer, theirs.expected);
+            // A thread that is at its end wants none.
+            control.send(Control::Further { peer, target, ticket, count }).ok();
+        }
+        self.serve_stream(stream, theirs.limits).await
     }
 
     /// Obeys; an error is the end.
@@ -163,8 +183,8 @@ impl Connection {
 
     async fn serve_stream(&mut self, stream: Socket, granted: ServeLimits) -> Result<Never, LossReason> {
         let stream = Arc::new(stream);
-        self.reads.open(&stream, granted);
-        let mut reader = Reader::new(Arc::clone(&self.shared), self.peer);
+        self.reads.open(&stream, granted, self.first);
+        let mut reader = Reader::new(Arc::clone(&self.shared), self.peer, self.first);
         let mut sleep = Box::pin(sleep_until(after(Instant::now(), LONG)));
         let mut life = Life::new();
         loop {
@@ -264,7 +284,7 @@ impl Drop for Connection {
         if let Some(local) = &self.shared.local {
             arrived.extend(local.detach(self.peer));
         }
-        self.shared.lose(self.peer, reason, arrived);
+        self.shared.leave(self.peer, reason, arrived);
     }
 }
 
@@ -275,7 +295,7 @@ async fn connect(
     target: Target,
     own: Preface,
     deadline: Instant,
-) -> Result<(Socket, ServeLimits), LossReason> {
+) -> Result<(Socket, Preface), LossReason> {
     let connected = establish::connect(&target, own, deadline).await?;
     if let Some(local) = &shared.local {
         let attached = timeout_at(deadline, local.attach(peer, &target)).await;

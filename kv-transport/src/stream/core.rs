@@ -69,7 +69,14 @@ impl Core {
         if let Some(error) = failed {
             return Err(error);
         }
-        let io = IoThread { shared: Arc::clone(&shared), nonce, listener, aside, control: receiver };
+        let io = IoThread {
+            shared: Arc::clone(&shared),
+            nonce,
+            listener,
+            aside,
+            control: receiver,
+            mail: control.clone(),
+        };
         let thread_name = format!("kv-{name}");
         let thread = std::thread::Builder::new()
             .name(thread_name.clone())

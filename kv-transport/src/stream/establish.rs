@@ -8,7 +8,7 @@ use tokio::net::UnixStream;
 use tokio::net::{TcpStream, lookup_host};
 use tokio::time::{Instant, timeout_at};
 
-use super::frame::{PREFACE_BYTES, Preface, PrefaceError, ServeLimits};
+use super::frame::{PREFACE_BYTES, Preface, PrefaceError};
 use super::key::Nonce;
 use super::socket::Socket;
 use super::target::{Place, Target};
@@ -26,7 +26,7 @@ pub(crate) async fn connect(
     target: &Target,
     own: Preface,
     deadline: Instant,
-) -> Result<(Socket, ServeLimits), LossReason> {
+) -> Result<(Socket, Preface), LossReason> {
     let late = |_| LossReason::ConnectTimedOut;
     let mut stream = match &target.place {
         Place::Tcp { host, port } => {
@@ -38,7 +38,7 @@ pub(crate) async fn connect(
     };
     let preface = timeout_at(deadline, introduce(&mut stream, &own)).await.map_err(late)??;
     check_nonce(preface.nonce, target.nonce)?;
-    Ok((stream, preface.limits))
+    Ok((stream, preface))
 }
 
 async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, LossReason> {

@@ -7,9 +7,14 @@
 //!
 //! ```text
 //! magic "kvTCP" 0x0d 0x0a 0x1a | version u16 | zero u16 |
-//! requests granted at a time u32 | bytes per request granted u32 | ranges per request granted u32 | zero u64 |
-//! nonce of the sender 16 | nonce that the sender expects of the other side 16 (zero from the accepting side)
+//! requests granted at a time u32 | bytes per request granted u32 | ranges per request granted u32 |
+//! further u32 | zero u32 | first name 16 | second name 16
 //! ```
+//!
+//! From the accepting side, `further` is the number of connections that the peer may add to this one, and the names are its
+//! nonce and the ticket that they have to show. From the connecting side `further` is 0 for a new peer, and the names are
+//! its own nonce and the one that it expects of the other side; or 1 for a connection that is added, with the ticket in
+//! the place of its own nonce. Added connections carry reads and no messages; all connections of a peer end together.
 //!
 //! Magic and version lie at the same place in all versions, so that a mismatch can be named.
 //!
@@ -62,7 +67,10 @@ pub(crate) struct ServeLimits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Preface {
     pub(crate) limits: ServeLimits,
+    pub(crate) further: u32,
+    /// Of the sender, or the ticket of a connection that is added.
     pub(crate) nonce: Nonce,
+    /// The nonce that is expected of the other side, or the ticket that is given to it.
     pub(crate) expected: Nonce,
 }
 
@@ -82,6 +90,7 @@ impl Preface {
         bytes[12..16].copy_from_slice(&self.limits.chunk_queue.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.limits.chunk_bytes.to_le_bytes());
         bytes[20..24].copy_from_slice(&self.limits.chunk_ranges.to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.further.to_le_bytes());
         bytes[32..48].copy_from_slice(&self.nonce);
         bytes[48..].copy_from_slice(&self.expected);
         bytes
@@ -109,7 +118,8 @@ impl Preface {
         if limits.chunk_queue == 0 || limits.chunk_bytes == 0 || limits.chunk_ranges == 0 {
             return Err(PrefaceError::Limits);
         }
-        let mut preface = Self { limits, nonce: [0; 16], expected: [0; 16] };
+        let further = u32_at(bytes, 24);
+        let mut preface = Self { limits, further, nonce: [0; 16], expected: [0; 16] };
         preface.nonce.copy_from_slice(&bytes[32..48]);
         preface.expected.copy_from_slice(&bytes[48..]);
         Ok(preface)
@@ -272,10 +282,12 @@ mod tests {
     fn golden_preface() {
         let preface = Preface {
             limits: ServeLimits { chunk_queue: 1, chunk_bytes: 0x0203, chunk_ranges: 4 },
+            further: 5,
             nonce: [0xaa; 16],
             expected: [0xbb; 16],
         };
-        let mut golden = b"kvTCP\r\n\x1a\x01\0\0\0\x01\0\0\0\x03\x02\0\0\x04\0\0\0\0\0\0\0\0\0\0\0".to_vec();
+        let mut golden =
+            b"kvTCP\r\n\x1a\x01\0\0\0\x01\0\0\0\x03\x02\0\0\x04\0\0\0\x05\0\0\0\0\0\0\0".to_vec();
         golden.extend_from_slice(&[0xaa; 16]);
         golden.extend_from_slice(&[0xbb; 16]);
         assert_eq!(preface.encode().to_vec(), golden);
@@ -288,7 +300,7 @@ mod tests {
         assert_eq!(Preface::check_start(b""), Ok(()));
         assert_eq!(Preface::check_start(b"kvTCP"), Ok(()));
         assert_eq!(Preface::check_start(b"kvTCP\r\n\x1a\x02\0"), Err(PrefaceError::Version));
-        let mut bytes = Preface { limits: GRANTED, nonce: [0; 16], expected: [0; 16] }.encode();
+        let mut bytes = Preface { limits: GRANTED, further: 0, nonce: [0; 16], expected: [0; 16] }.encode();
         bytes[12..16].fill(0);
         assert_eq!(Preface::decode(&bytes), Err(PrefaceError::Limits));
     }
@@ -391,7 +403,8 @@ mod tests {
 
         #[test]
         fn no_preface_panics(start in 0usize..=10, tail in proptest::collection::vec(any::<u8>(), 64)) {
-            let mut bytes = Preface { limits: GRANTED, nonce: [0; 16], expected: [0; 16] }.encode();
+            let preface = Preface { limits: GRANTED, further: 0, nonce: [0; 16], expected: [0; 16] };
+        let mut bytes = preface.encode();
             bytes[start..].copy_from_slice(&tail[start..]);
             if let Ok(preface) = Preface::decode(&bytes) {
                 prop_assert_eq!(Preface::decode(&preface.encode()), Ok(preface));

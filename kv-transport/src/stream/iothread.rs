@@ -6,17 +6,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::runtime::Runtime;
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::commands::Control;
+use super::commands::{Control, Joined};
 use super::connection::Connection;
 use super::core::Aside;
 use super::establish::{NOT_OURS, check_nonce, read_preface};
-use super::frame::{Preface, ServeLimits};
+use super::frame::Preface;
+use super::further::{self, Threads};
 use super::key::Nonce;
+use super::limits::Limits;
 use super::shared::Shared;
 use super::socket::{Listener, Socket};
 use crate::error::LossReason;
@@ -37,6 +39,8 @@ pub(crate) struct IoThread {
     pub(crate) listener: Listener,
     pub(crate) aside: Option<Aside>,
     pub(crate) control: UnboundedReceiver<Control>,
+    /// Leads to the receiver.
+    pub(crate) mail: UnboundedSender<Control>,
 }
 
 /// Ends what is left, even if the thread comes to grief.
@@ -52,13 +56,15 @@ impl IoThread {
     /// Runs until [`Control::Shutdown`].
     pub(crate) fn run(self, runtime: Runtime) {
         let finish = Finish(Arc::clone(&self.shared));
-        runtime.block_on(self.main());
+        let threads = Threads::new(&self.shared);
+        runtime.block_on(self.main(&threads));
+        threads.end();
         // The resolver of the system cannot be interrupted; its thread ends by itself.
         runtime.shutdown_background();
         drop(finish);
     }
 
-    async fn main(mut self) {
+    async fn main(mut self, threads: &Threads) {
         let mut tasks = JoinSet::new();
         let strangers = Arc::new(Semaphore::new(STRANGERS_MAX));
         // Dropped at the end, which is how strangers learn of it.
@@ -69,17 +75,34 @@ impl IoThread {
         loop {
             tokio::select! {
                 control = self.control.recv() => match control {
-                    Some(Control::Connect { peer, target, deadline, commands }) => {
-                        let connection = Connection::new(Arc::clone(&self.shared), peer, commands);
-                        let own = self.preface(target.nonce);
-                        tasks.spawn(connection.run_connecting(target, own, deadline));
+                    Some(Control::Connect { link, target, deadline }) => {
+                        let connection = Connection::new(Arc::clone(&self.shared), link);
+                        let own = Preface { further: 0, expected: target.nonce, ..self.preface() };
+                        tasks.spawn(connection.run_connecting(target, own, deadline, self.mail.clone()));
+                    }
+                    Some(Control::Further { peer, target, ticket, count }) => {
+                        for _ in 0..count {
+                            let Some(handle) = threads.handle() else { break };
+                            let shared = Arc::clone(&self.shared);
+                            let task = handle.spawn(further::add(shared, peer, target.clone(), ticket, closed.clone()));
+                            tasks.spawn(async move { drop(task.await) });
+                        }
+                    }
+                    Some(Control::Joined(joined)) => {
+                        if let Some(handle) = threads.handle() {
+                            let task = handle.spawn(further::serve(Arc::clone(&self.shared), *joined));
+                            tasks.spawn(async move { drop(task.await) });
+                        } else {
+                            // Nobody serves it: the peer is told by its end, as of any other.
+                            drop(Connection::new(Arc::clone(&self.shared), joined.link));
+                        }
                     }
                     Some(Control::Shutdown) | None => break,
                 },
                 Some(_) = tasks.join_next() => {}
                 (permit, accepted) = accept(&self.listener, &strangers, accept_from) => match accepted {
                     Ok(stream) => {
-                        let (shared, own) = (Arc::clone(&self.shared), self.preface([0; 16]));
+                        let (shared, own, mail) = (Arc::clone(&self.shared), self.preface(), self.mail.clone());
                         let mut closed = closed.clone();
                         tasks.spawn(async move {
                             let limit = shared.config.handshake_limit;
@@ -88,10 +111,13 @@ impl IoThread {
                                 _ = closed.changed() => return,
                             };
                             match welcomed {
-                                Ok(Ok((connection, stream, granted))) => {
+                                Ok(Ok(joined)) if joined.link.first => {
                                     drop(permit);
-                                    connection.run_accepted(stream, own, granted).await;
+                                    let Joined { link, stream, answer, granted } = joined;
+                                    let connection = Connection::new(shared, link);
+                                    connection.run_accepted(stream, answer, granted).await;
                                 }
+                                Ok(Ok(joined)) => drop(mail.send(Control::Joined(Box::new(joined)))),
                                 Ok(Err(reason)) => tracing::debug!(%reason, "a connection was refused"),
                                 Err(_) => tracing::debug!("a connection did not say who it is"),
                             }
@@ -117,8 +143,10 @@ impl IoThread {
         while timeout(FAREWELL, &mut farewell).await.is_err() && self.shared.staging.is_writing() {}
     }
 
-    fn preface(&self, expected: Nonce) -> Preface {
-        Preface { limits: self.shared.config.serve_limits(), nonce: self.nonce, expected }
+    fn preface(&self) -> Preface {
+        let Limits { further_granted: further, .. } = self.shared.config;
+        let limits = self.shared.config.serve_limits();
+        Preface { limits, further, nonce: self.nonce, expected: [0; 16] }
     }
 }
 
@@ -134,12 +162,8 @@ async fn accept(
     (permit, listener.accept().await)
 }
 
-/// Finds out who connected. Only one who knows our protocol and our address becomes a peer.
-async fn welcome(
-    shared: &Arc<Shared>,
-    mut stream: Socket,
-    own: Preface,
-) -> Result<(Connection, Socket, ServeLimits), LossReason> {
+/// Finds out who connected. Only one who knows our protocol and our address becomes a peer, or adds to one.
+async fn welcome(shared: &Shared, mut stream: Socket, own: Preface) -> Result<Joined, LossReason> {
     let fail = |error: io::Error| LossReason::Broken { kind: error.kind(), code: error.raw_os_error() };
     stream.check_user().map_err(fail)?;
     stream.set_nodelay().map_err(fail)?;
@@ -148,9 +172,20 @@ async fn welcome(
         Err(reason) => Err(reason),
     };
     match checked {
+        Ok(theirs) if theirs.further > 0 => {
+            let link = shared.holder(theirs.nonce).and_then(|peer| shared.join(peer));
+            let link = link.ok_or(LossReason::Stranger("it adds to no peer that could have more"))?;
+            let answer = Preface { further: 0, ..own };
+            Ok(Joined { link, stream, answer, granted: theirs.limits })
+        }
         Ok(theirs) => {
-            let (peer, commands) = shared.accepted().map_err(|_| LossReason::Closed)?;
-            Ok((Connection::new(Arc::clone(shared), peer, commands), stream, theirs.limits))
+            let mut ticket = [0; 16];
+            // Without random numbers there are no further connections.
+            let given = own.further > 0 && getrandom::fill(&mut ticket).is_ok();
+            let link = shared.accepted(given.then_some(ticket)).map_err(|_| LossReason::Closed)?;
+            let answer =
+                if given { Preface { expected: ticket, ..own } } else { Preface { further: 0, ..own } };
+            Ok(Joined { link, stream, answer, granted: theirs.limits })
         }
         Err(reason) => {
             // One of our kind, but of another version or looking for another life of us, learns from our preface

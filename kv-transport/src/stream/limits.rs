@@ -8,6 +8,8 @@ use super::frame::ServeLimits;
 pub(crate) const CHUNK_BYTES_LIMIT: u32 = 1 << 30;
 pub(crate) const CHUNK_RANGES_LIMIT: u32 = 1 << 16;
 pub(crate) const CHUNK_QUEUE_LIMIT: u32 = 1 << 16;
+/// Most connections of one peer, the first included.
+pub(crate) const LINKS_LIMIT: u32 = 8;
 
 /// What a transport over byte streams keeps to; [`TcpConfig`](crate::tcp::TcpConfig) says what each means.
 #[derive(Debug, Clone)]
@@ -20,6 +22,10 @@ pub(crate) struct Limits {
     pub(crate) incoming_bytes: usize,
     pub(crate) bytes_in_flight_per_peer: u64,
     pub(crate) bytes_in_flight_max: u64,
+    /// Connections to each peer that we connect to.
+    pub(crate) connections_per_peer: u32,
+    /// How many more than the first a peer that connects to us may have.
+    pub(crate) further_granted: u32,
     pub(crate) chunk_max_bytes: u32,
     pub(crate) chunk_max_ranges: u32,
     pub(crate) chunk_queue_max: u32,

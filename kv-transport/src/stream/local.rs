@@ -6,8 +6,9 @@ use std::future::Future;
 use std::pin::Pin;
 
 use super::commands::AcceptedRead;
+use super::plan::Intervals;
 use super::target::Target;
-use crate::contract::{OpId, PeerId, RangeSet};
+use crate::contract::{OpId, PeerId};
 use crate::error::LossReason;
 
 /// Work of a local path that has to wait for something.
@@ -40,5 +41,5 @@ pub(crate) trait LocalPath: Send + Sync + fmt::Debug {
     fn cancel(&self, op: OpId, serial: u64);
 
     /// A peer is gone. When this returns, no read of it writes anything any more; says what had arrived.
-    fn detach(&self, peer: PeerId) -> HashMap<OpId, RangeSet>;
+    fn detach(&self, peer: PeerId) -> HashMap<OpId, Intervals>;
 }

@@ -36,7 +36,7 @@ pub(crate) struct Plan {
 }
 
 /// How much of a plan has been cut.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Cursor {
     run: usize,
     within: u64,
@@ -49,6 +49,9 @@ impl Cursor {
         self.stream
     }
 }
+
+/// Parts of the logical stream: where each begins and ends.
+pub(crate) type Intervals = Vec<(u64, u64)>;
 
 /// What one request asks for.
 #[derive(Debug)]
@@ -195,7 +198,7 @@ impl Plan {
     }
 
     /// The caller's ranges of which every byte lies in one of the intervals.
-    pub(crate) fn arrived(&self, mut intervals: Vec<(u64, u64)>) -> RangeSet {
+    pub(crate) fn arrived(&self, mut intervals: Intervals) -> RangeSet {
         intervals.sort_unstable();
         let mut set = RangeSet::none(self.range_count());
         let mut solid = intervals.into_iter().fold(Vec::<(u64, u64)>::new(), |mut solid, (from, to)| {

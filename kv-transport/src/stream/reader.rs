@@ -50,6 +50,8 @@ enum Body {
 pub(crate) struct Reader {
     shared: Arc<Shared>,
     peer: PeerId,
+    /// Whether messages may come.
+    messages: bool,
     head: [u8; 2 * HEADER_BYTES],
     filled: usize,
     body: Body,
@@ -66,9 +68,9 @@ pub(crate) struct Others<'a> {
 }
 
 impl Reader {
-    pub(crate) fn new(shared: Arc<Shared>, peer: PeerId) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, peer: PeerId, messages: bool) -> Self {
         let head = [0; 2 * HEADER_BYTES];
-        Self { shared, peer, head, filled: 0, body: Body::None, ending: None, scratch: vec![] }
+        Self { shared, peer, messages, head, filled: 0, body: Body::None, ending: None, scratch: vec![] }
     }
 
     /// Receives until the socket is empty or the budget is used up; `Idle` means that messages have to be taken,
@@ -191,6 +193,7 @@ impl Reader {
         }
         match header {
             Header::Read { len, .. } => self.begin_bytes(header, len as usize),
+            Header::Message { .. } if !self.messages => return Err("a message on an added connection"),
             Header::Message { len } => self.body = Body::Held { len: len as usize },
             Header::Data { chunk, len } => {
                 others.reads.begin_data(chunk, len)?;

@@ -15,13 +15,14 @@ use tokio::time::Instant;
 use super::commands::{AcceptedRead, Command, after};
 use super::frame::{EndCode, Header, ServeLimits, encode_read};
 use super::limits::{CHUNK_QUEUE_LIMIT, Limits};
-use super::plan::{Cursor, Cut, Plan};
+use super::plan::{Cut, Intervals};
 use super::shared::Shared;
 use super::shortcut::{Posted, Shortcut, is_posted};
 use super::socket::Socket;
 use super::spans::Spans;
 use super::staging::{For, Slot};
-use crate::contract::{OpId, RangeSet, ReadOutcome};
+use super::work::Work;
+use crate::contract::OpId;
 use crate::device::{DeviceError, Direction};
 use crate::error::ReadError;
 use crate::memory::Memory;
@@ -33,18 +34,24 @@ const EARLY_BYTES: u64 = 2 << 20;
 struct Op {
     id: OpId,
     serial: u64,
-    plan: Plan,
-    cursor: Cursor,
+    work: Arc<Work>,
+    shares: usize,
     outstanding: usize,
+    bytes_out: u64,
     /// Copies under way into its destination.
     copying: usize,
-    arrived: Vec<(u64, u64)>,
+    arrived: Intervals,
     deadline: Instant,
     stall: std::time::Duration,
     last_byte: Instant,
 }
 
 impl Op {
+    /// Whether to leave the rest to other connections for now.
+    fn is_sated(&self) -> bool {
+        self.shares > 1 && self.bytes_out >= self.work.part(self.shares)
+    }
+
     fn alarm(&self) -> Instant {
         self.deadline.min(after(self.last_byte, self.stall))
     }
@@ -122,27 +129,28 @@ impl Reads {
     }
 
     /// The connection stands: from now on reads are sent, within what both sides allow.
-    pub(crate) fn open(&mut self, socket: &Arc<Socket>, granted: ServeLimits) {
+    pub(crate) fn open(&mut self, socket: &Arc<Socket>, granted: ServeLimits, first: bool) {
         let Limits { chunk_max_bytes, chunk_max_ranges, .. } = self.shared.config;
         let limits = ServeLimits {
             chunk_queue: granted.chunk_queue.min(CHUNK_QUEUE_LIMIT),
             chunk_bytes: granted.chunk_bytes.min(chunk_max_bytes),
             chunk_ranges: granted.chunk_ranges.min(chunk_max_ranges),
         };
-        let kept = self.shortcut.open(socket, limits);
+        // Small reads go over the first connection.
+        let kept = if first { self.shortcut.open(socket, limits) } else { 0 };
         self.limits = Some(ServeLimits { chunk_queue: limits.chunk_queue - kept, ..limits });
     }
 
     pub(crate) fn add(&mut self, read: AcceptedRead) {
         self.numbers += 1;
-        self.insert(self.numbers, read, Cursor::default());
+        self.insert(self.numbers, read);
         self.early.push_back(self.numbers);
     }
 
     /// Takes over what callers have asked the peer for themselves.
     pub(crate) fn collect(&mut self) {
-        for Posted { number, read, cursor, cut } in self.shortcut.collect() {
-            self.insert(number, read, cursor);
+        for Posted { number, read, cut } in self.shortcut.collect() {
+            self.insert(number, read);
             self.expect(number, number, cut);
         }
     }
@@ -152,14 +160,16 @@ impl Reads {
         self.shortcut.may_sleep(until)
     }
 
-    fn insert(&mut self, number: u64, read: AcceptedRead, cursor: Cursor) {
-        let AcceptedRead { op: id, serial, plan, submitted, limits } = read;
+    fn insert(&mut self, number: u64, read: AcceptedRead) {
+        let AcceptedRead { op: id, serial, work, shares, limits } = read;
+        let submitted = work.submitted;
         let op = Op {
             id,
             serial,
-            plan,
-            cursor,
+            work,
+            shares,
             outstanding: 0,
+            bytes_out: 0,
             copying: 0,
             arrived: vec![],
             deadline: after(submitted, limits.total),
@@ -179,6 +189,7 @@ impl Reads {
         self.shared.in_flight.fetch_add(u64::from(bytes), Ordering::Relaxed);
         if let Some(op) = self.ops.get_mut(&op) {
             op.outstanding += 1;
+            op.bytes_out += u64::from(bytes);
         }
         let destination = Some(Destination { op, memory, spans, staged: None });
         self.chunks.insert(number, Chunk { destination, bytes, interval, data_seen: false });
@@ -202,6 +213,10 @@ impl Reads {
         if self.alarm.is_none_or(|alarm| now < alarm) {
             return;
         }
+        for op in self.ops.values_mut() {
+            // Another connection may have had bytes for it.
+            op.last_byte = op.last_byte.max(op.work.last_byte());
+        }
         let mut due: Vec<_> = self
             .ops
             .iter()
@@ -220,7 +235,9 @@ impl Reads {
     /// Appends requests as far as the window allows.
     pub(crate) fn request(&mut self, out: &mut Vec<u8>) {
         let Some(limits) = self.limits else { return };
-        let Limits { bytes_in_flight_per_peer: window, bytes_in_flight_max: most, .. } = self.shared.config;
+        let Limits { bytes_in_flight_per_peer, bytes_in_flight_max: most, .. } = self.shared.config;
+        let window = bytes_in_flight_per_peer / u64::from(self.shared.config.connections_per_peer.max(1));
+        let mut sated = vec![];
         while self.asked < limits.chunk_queue {
             let next = u64::from(limits.chunk_bytes);
             let all = self.shared.in_flight.load(Ordering::Relaxed);
@@ -229,18 +246,26 @@ impl Reads {
             let number = self.early.pop_front().or_else(|| self.ring.pop_front_if(|_| room));
             let Some(number) = number else { break };
             let Some(op) = self.ops.get_mut(&number) else { continue };
-            let cut = op.plan.cut(&mut op.cursor, limits.chunk_bytes, limits.chunk_ranges as usize);
-            let Some(cut) = cut else { continue };
+            if op.is_sated() {
+                sated.push(number);
+                continue;
+            }
+            let Some(cut) = op.work.cut(limits.chunk_bytes, limits.chunk_ranges as usize) else {
+                // Other connections took the rest.
+                self.finish_if_done(number, out);
+                continue;
+            };
             self.numbers += 1;
             encode_read(out, self.numbers, number, cut.key, &cut.remote);
-            if !op.plan.is_cut(&op.cursor) {
-                let early = op.cursor.taken() < EARLY_BYTES;
+            if !op.work.is_cut() {
+                let early = op.work.taken() < EARLY_BYTES;
                 let ring = if early { &mut self.early } else { &mut self.ring };
                 ring.push_back(number);
             }
             self.asked += 1;
             self.expect(self.numbers, number, cut);
         }
+        self.ring.extend(sated);
     }
 
     /// The answer to a posted request can be faster than the look at what was posted.
@@ -299,6 +324,7 @@ impl Reads {
             destination.spans.advance(bytes);
             if let Some(op) = self.ops.get_mut(&destination.op) {
                 op.last_byte = now;
+                op.work.note(now);
             }
         }
     }
@@ -320,6 +346,7 @@ impl Reads {
         let Some(Destination { op: number, staged, .. }) = chunk.destination else { return Ok(()) };
         let Some(op) = self.ops.get_mut(&number) else { return Ok(()) };
         op.outstanding -= 1;
+        op.bytes_out -= u64::from(chunk.bytes);
         match code {
             EndCode::Done => match staged {
                 None => {
@@ -372,7 +399,7 @@ impl Reads {
     }
 
     fn finish_if_done(&mut self, number: u64, out: &mut Vec<u8>) {
-        let done = |op: &Op| op.outstanding == 0 && op.copying == 0 && op.plan.is_cut(&op.cursor);
+        let done = |op: &Op| op.outstanding == 0 && op.copying == 0 && op.work.is_cut();
         if self.ops.get(&number).is_some_and(done) {
             self.finish(number, Ok(()), out);
         }
@@ -393,11 +420,7 @@ impl Reads {
     }
 
     fn complete(&self, op: Op, result: Result<(), ReadError>) {
-        let arrived = match result {
-            Ok(()) => RangeSet::all(op.plan.range_count()),
-            Err(_) => op.plan.arrived(op.arrived),
-        };
-        self.shared.complete(op.id, op.serial, ReadOutcome { result, arrived });
+        self.shared.complete_share(op.id, op.serial, result, op.arrived);
     }
 
     fn detach(&mut self, number: u64) {
@@ -408,8 +431,8 @@ impl Reads {
         }
     }
 
-    /// The connection is gone: what arrived of each operation, which ends now.
-    pub(crate) fn abandon(&mut self) -> HashMap<OpId, RangeSet> {
+    /// The connection is gone: the intervals that arrived of each operation, which ends now.
+    pub(crate) fn abandon(&mut self) -> HashMap<OpId, Intervals> {
         self.shortcut.close();
         self.chunks.clear();
         let left = std::mem::take(&mut self.bytes_out);
@@ -419,6 +442,6 @@ impl Reads {
         self.by_id.clear();
         let ending = self.ending.drain().map(|(_, (op, _))| op);
         let ops = self.ops.drain().map(|(_, op)| op);
-        ops.chain(ending).map(|op| (op.id, op.plan.arrived(op.arrived))).collect()
+        ops.chain(ending).map(|op| (op.id, op.arrived)).collect()
     }
 }

@@ -4,7 +4,7 @@
 //! changed nothing (rule T-1). The lock also makes the end of a peer one step: its operations complete, its loss is
 //! announced and its id is void, with nothing in between (rule T-6).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -15,16 +15,17 @@ use tokio::time::Instant;
 
 use super::commands::{AcceptedRead, Command, Control, after};
 use super::core::system;
-use super::key::Key;
-use super::limits::Limits;
+use super::key::{Key, Nonce};
+use super::limits::{LINKS_LIMIT, Limits};
 use super::local::{LocalPath, Taken};
-use super::plan::Plan;
-use super::shortcut::Shortcut;
+use super::plan::{Cursor, Intervals, Plan};
+use super::shortcut::{Prepared, Shortcut};
 use super::staging::Staging;
+use super::state::{Flight, Peer, Phase, Region, State};
 use super::target::Target;
+use super::work::Work;
 use crate::contract::{
-    Event, MESSAGE_MAX_BYTES, OpId, PeerId, RangeSet, ReadLimits, ReadOutcome, ReadPart, ReadRequest,
-    RegionId, RegionKey,
+    Event, MESSAGE_MAX_BYTES, OpId, PeerId, ReadLimits, ReadPart, ReadRequest, RegionId, RegionKey,
 };
 use crate::error::{LossReason, ReadError, TransportError};
 use crate::memory::Memory;
@@ -37,112 +38,19 @@ pub(crate) enum Inbox {
     Full,
 }
 
-#[derive(Debug)]
-struct Region {
-    memory: Memory,
-    nonce: u64,
-    reads: usize,
-}
+/// Reads of at least so many bytes are spread over all connections of a peer. Below it there is little to gain, and the
+/// first connection has the short way.
+const SPREAD_BYTES: u64 = 1 << 20;
 
-#[derive(Debug)]
-struct Peer {
-    id: PeerId,
-    commands: UnboundedSender<Command>,
-    /// `disconnect` was called: nothing more is accepted.
-    leaving: bool,
-    outgoing: usize,
-    outgoing_bytes: usize,
-    incoming: usize,
-    incoming_bytes: usize,
-    paused: bool,
-    shortcut: Arc<Shortcut>,
-}
-
-#[derive(Debug)]
-struct Flight {
-    peer: PeerId,
-    serial: u64,
-    regions: Vec<RegionId>,
-    ranges: usize,
-    /// A cancel came. It may have been faster than the read itself.
-    cancelled: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
-    Open,
-    Closing,
-    Finished,
-}
-
-#[derive(Debug)]
-struct State {
-    name: &'static str,
-    phase: Phase,
-    regions: HashMap<RegionId, Region>,
-    peers: HashMap<PeerId, Peer>,
-    flights: HashMap<OpId, Flight>,
-    events: VecDeque<Event>,
-    /// Peers whose loss has not been taken yet.
-    slots: usize,
-    numbers: u64,
-}
-
-impl State {
-    fn number(&mut self) -> u64 {
-        self.numbers += 1;
-        self.numbers
-    }
-
-    fn open(&self) -> Result<(), TransportError> {
-        match self.phase {
-            Phase::Open => Ok(()),
-            Phase::Closing | Phase::Finished => Err(TransportError::Closed { transport: self.name }),
-        }
-    }
-
-    fn peer(&mut self, peer: PeerId) -> Result<&mut Peer, TransportError> {
-        self.peers.get_mut(&peer).filter(|entry| !entry.leaving).ok_or(TransportError::UnknownPeer { peer })
-    }
-
-    fn complete(&mut self, op: OpId, serial: u64, outcome: ReadOutcome) {
-        if self.flights.get(&op).is_none_or(|flight| flight.serial != serial) {
-            return;
-        }
-        if let Some(flight) = self.flights.remove(&op) {
-            for region in flight.regions {
-                if let Some(region) = self.regions.get_mut(&region) {
-                    region.reads -= 1;
-                }
-            }
-            self.events.push_back(Event::ReadCompleted { op, outcome });
-        }
-    }
-
-    fn lose(&mut self, peer: PeerId, reason: LossReason, mut arrived: HashMap<OpId, RangeSet>) {
-        let Some(entry) = self.peers.remove(&peer) else { return };
-        let reason = match self.phase {
-            _ if entry.leaving => LossReason::Disconnected,
-            Phase::Open => reason,
-            Phase::Closing | Phase::Finished => LossReason::Closed,
-        };
-        let error = match reason {
-            LossReason::Closed => ReadError::Closed,
-            ref reason => ReadError::PeerLost(reason.clone()),
-        };
-        let mut ended: Vec<_> = self
-            .flights
-            .iter()
-            .filter(|(_, flight)| flight.peer == peer)
-            .map(|(op, flight)| (flight.serial, *op, flight.ranges))
-            .collect();
-        ended.sort_unstable();
-        for (serial, op, ranges) in ended {
-            let arrived = arrived.remove(&op).unwrap_or_else(|| RangeSet::none(ranges));
-            self.complete(op, serial, ReadOutcome { result: Err(error.clone()), arrived });
-        }
-        self.events.push_back(Event::PeerLost { peer, reason });
-    }
+/// What a connection's task is given.
+pub(crate) struct Link {
+    pub(crate) peer: PeerId,
+    /// It carries messages, and its end is announced.
+    pub(crate) first: bool,
+    /// Leads to the task.
+    pub(crate) mail: UnboundedSender<Command>,
+    pub(crate) commands: UnboundedReceiver<Command>,
+    pub(crate) shortcut: Arc<Shortcut>,
 }
 
 /// See the module.
@@ -162,16 +70,7 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(crate) fn new(config: Limits, local: Option<Arc<dyn LocalPath>>) -> Self {
-        let state = State {
-            name: config.name,
-            phase: Phase::Open,
-            regions: HashMap::new(),
-            peers: HashMap::new(),
-            flights: HashMap::new(),
-            events: VecDeque::new(),
-            slots: 0,
-            numbers: 0,
-        };
+        let state = State::new(config.name);
         let staging = Staging::new(config.name, config.chunk_max_bytes, config.staging_bytes);
         Self {
             config,
@@ -230,9 +129,10 @@ impl Shared {
     ) -> Result<PeerId, TransportError> {
         let mut state = self.lock();
         state.open()?;
-        let (peer, commands) = self.add_peer(&mut state)?;
+        let link = self.add_peer(&mut state, None)?;
+        let peer = link.peer;
         let deadline = after(Instant::now(), limit);
-        if control.send(Control::Connect { peer, target, deadline, commands }).is_err() {
+        if control.send(Control::Connect { link, target, deadline }).is_err() {
             state.peers.remove(&peer);
             state.slots -= 1;
             return Err(TransportError::Closed { transport: self.config.name });
@@ -240,37 +140,26 @@ impl Shared {
         Ok(peer)
     }
 
-    fn add_peer(&self, state: &mut State) -> Result<(PeerId, UnboundedReceiver<Command>), TransportError> {
+    fn add_peer(&self, state: &mut State, ticket: Option<Nonce>) -> Result<Link, TransportError> {
         if state.slots >= self.config.peers_max {
             return Err(TransportError::TooManyPeers { limit: self.config.peers_max });
         }
         let peer = PeerId(state.number());
-        let (commands, receiver) = unbounded_channel();
+        let (mail, commands) = unbounded_channel();
+        let entry = Peer::new(peer, mail.clone(), ticket);
+        let shortcut = Arc::clone(&entry.shortcut);
         state.slots += 1;
-        state.peers.insert(
-            peer,
-            Peer {
-                id: peer,
-                commands,
-                leaving: false,
-                outgoing: 0,
-                outgoing_bytes: 0,
-                incoming: 0,
-                incoming_bytes: 0,
-                paused: false,
-                shortcut: Arc::default(),
-            },
-        );
-        Ok((peer, receiver))
+        state.peers.insert(peer, entry);
+        Ok(Link { peer, first: true, mail, commands, shortcut })
     }
 
     pub(crate) fn disconnect(&self, peer: PeerId) -> Result<(), TransportError> {
         let mut state = self.lock();
         state.open()?;
         let entry = state.peer(peer)?;
-        entry.leaving = true;
-        // If its task is gone, so is the peer in a moment, with the same end.
-        entry.commands.send(Command::Close(LossReason::Disconnected)).ok();
+        (entry.let_go, entry.leaving) = (true, true);
+        // If its tasks are gone, so is the peer in a moment, with the same end.
+        entry.hand_all(|| Command::Close(LossReason::Disconnected));
         Ok(())
     }
 
@@ -293,25 +182,34 @@ impl Shared {
             return Err(TransportError::UnknownRegion { region: *region });
         }
         let serial = state.number();
-        let flight = Flight { peer, serial, regions, ranges: plan.range_count(), cancelled: false };
-        let read = AcceptedRead { op, serial, plan, submitted, limits };
-        let mut read = Some(read);
-        if self.local.is_none() && prepared.is_none() {
-            state.peer(peer)?.hand(&mut read, Command::Read)?;
+        let cursor = prepared.as_ref().map_or_else(Cursor::default, Prepared::cursor);
+        let work = Arc::new(Work::new(plan, cursor, submitted));
+        let entry = state.peer(peer)?;
+        let spread = self.local.is_none() && work.plan.total() >= SPREAD_BYTES;
+        let mut shares = if spread { entry.links.len() } else { 1 };
+        let read = AcceptedRead { op, serial, work: Arc::clone(&work), shares, limits };
+        if spread {
+            shares = entry.hand_all(|| Command::Read(read.clone()));
+            if shares == 0 {
+                return Err(TransportError::UnknownPeer { peer });
+            }
+        } else if self.local.is_none() && prepared.is_none() {
+            entry.hand(Command::Read(read.clone()))?;
         }
-        for region in &flight.regions {
+        for region in &regions {
             if let Some(region) = state.regions.get_mut(region) {
                 region.reads += 1;
             }
         }
-        state.flights.insert(op, flight);
+        let (arrived, failed, cancelled) = (vec![], None, false);
+        state.flights.insert(op, Flight { peer, serial, regions, work, shares, arrived, failed, cancelled });
         drop(state);
         // From here on it is accepted, and completes even if its peer is lost in this moment.
         if let Some(prepared) = prepared {
-            if read.is_some_and(|read| prepared.send(read)) {
+            if prepared.send(read) {
                 self.hand(peer, Command::Resume);
             }
-        } else if let (Some(local), Some(read)) = (&self.local, read) {
+        } else if let Some(local) = &self.local {
             match local.take(peer, read) {
                 Taken::Yes if self.is_cancelled(op, serial) => local.cancel(op, serial),
                 Taken::Yes => {}
@@ -327,22 +225,11 @@ impl Shared {
         self.lock().flights.get(&op).is_some_and(|flight| flight.serial == serial && flight.cancelled)
     }
 
-    /// Hands a command to a peer's task; one that is gone has ended everything.
+    /// Hands a command to a peer's first connection; one that is gone has ended everything.
     pub(crate) fn hand(&self, peer: PeerId, command: Command) {
-        let mail = self.mail(peer);
-        if let Some(mail) = mail {
-            mail.send(command).ok();
+        if let Some(entry) = self.lock().peers.get(&peer) {
+            entry.hand(command).ok();
         }
-    }
-
-    /// The way to a peer's task.
-    fn mail(&self, peer: PeerId) -> Option<UnboundedSender<Command>> {
-        self.lock().peers.get(&peer).map(|entry| entry.commands.clone())
-    }
-
-    /// All ways to a peer: to its task, and past it.
-    pub(crate) fn ways(&self, peer: PeerId) -> Option<(UnboundedSender<Command>, Arc<Shortcut>)> {
-        self.lock().peers.get(&peer).map(|entry| (entry.commands.clone(), Arc::clone(&entry.shortcut)))
     }
 
     fn check_read(
@@ -376,8 +263,8 @@ impl Shared {
             && let Some(peer) = peers.get(&flight.peer)
         {
             flight.cancelled = true;
-            // Without its task the peer is about to be lost, and the read with it.
-            peer.commands.send(Command::Cancel { op, serial: flight.serial }).ok();
+            // Without its tasks the peer is about to be lost, and the read with it.
+            peer.hand_all(|| Command::Cancel { op, serial: flight.serial });
         }
     }
 
@@ -394,9 +281,7 @@ impl Shared {
         if full {
             return Err(TransportError::SendQueueFull { peer, queued: entry.outgoing });
         }
-        if entry.commands.send(Command::Send(message)).is_err() {
-            return Err(TransportError::UnknownPeer { peer });
-        }
+        entry.hand(Command::Send(message))?;
         entry.outgoing += 1;
         entry.outgoing_bytes += bytes;
         Ok(())
@@ -429,7 +314,7 @@ impl Shared {
                     if entry.paused && self.has_room(entry) {
                         entry.paused = false;
                         // Without its task there is nothing to resume.
-                        entry.commands.send(Command::Resume).ok();
+                        entry.hand(Command::Resume).ok();
                     }
                 }
             }
@@ -463,15 +348,35 @@ impl Shared {
 
     // Called by the IO thread.
 
-    /// A stranger became a peer.
-    pub(crate) fn accepted(&self) -> Result<(PeerId, UnboundedReceiver<Command>), TransportError> {
+    /// A stranger became a peer, whose further connections show this ticket.
+    pub(crate) fn accepted(&self, ticket: Option<Nonce>) -> Result<Link, TransportError> {
         let mut state = self.lock();
         state.open()?;
-        let (peer, commands) = self.add_peer(&mut state)?;
-        state.events.push_back(Event::Accepted { peer });
+        let link = self.add_peer(&mut state, ticket)?;
+        state.events.push_back(Event::Accepted { peer: link.peer });
         drop(state);
         self.news.notify_one();
-        Ok((peer, commands))
+        Ok(link)
+    }
+
+    /// The peer that was given a ticket.
+    pub(crate) fn holder(&self, ticket: Nonce) -> Option<PeerId> {
+        let state = self.lock();
+        state.peers.iter().find(|(_, entry)| entry.ticket == Some(ticket)).map(|(peer, _)| *peer)
+    }
+
+    /// A further connection of a peer stands, unless the peer is on its way out or has enough of them.
+    pub(crate) fn join(&self, peer: PeerId) -> Option<Link> {
+        let mut state = self.lock();
+        let entry = state.peer(peer).ok()?;
+        if entry.links.len() >= LINKS_LIMIT as usize {
+            return None;
+        }
+        let (mail, commands) = unbounded_channel();
+        entry.links.push(mail.clone());
+        entry.tasks += 1;
+        // The short way leads over the first connection only.
+        Some(Link { peer, first: false, mail, commands, shortcut: Arc::default() })
     }
 
     pub(crate) fn connected(&self, peer: PeerId) {
@@ -510,14 +415,34 @@ impl Shared {
         }
     }
 
-    pub(crate) fn complete(&self, op: OpId, serial: u64, outcome: ReadOutcome) {
-        self.lock().complete(op, serial, outcome);
+    /// A connection, or a local path, has done its share of a read, which writes nothing any more.
+    pub(crate) fn complete_share(
+        &self,
+        op: OpId,
+        serial: u64,
+        result: Result<(), ReadError>,
+        arrived: Intervals,
+    ) {
+        let failed = self.lock().end_share(op, serial, result, arrived);
+        if let Some(failed) = failed {
+            let outcome = failed.outcome();
+            self.lock().complete(op, serial, outcome);
+        }
         self.news.notify_one();
     }
 
-    /// A peer is gone. Only the first call for it counts.
-    pub(crate) fn lose(&self, peer: PeerId, reason: LossReason, arrived: HashMap<OpId, RangeSet>) {
-        self.lock().lose(peer, reason, arrived);
+    /// A connection of a peer is gone, and writes nothing any more. The others follow; with the last the peer is lost.
+    pub(crate) fn leave(&self, peer: PeerId, reason: LossReason, arrived: HashMap<OpId, Intervals>) {
+        if self.lock().leave(peer, reason, arrived) {
+            self.lose(peer);
+        }
+    }
+
+    fn lose(&self, peer: PeerId) {
+        let remains = self.lock().remains(peer);
+        let arrived = remains.into_iter().map(|(op, _, work, arrived)| (op, work.plan.arrived(arrived)));
+        let arrived = arrived.collect();
+        self.lock().lose(peer, arrived);
         self.news.notify_one();
     }
 
@@ -532,7 +457,7 @@ impl Shared {
     pub(crate) fn close_peers(&self) {
         for peer in self.lock().peers.values() {
             // A task that is gone has ended.
-            peer.commands.send(Command::Close(LossReason::Closed)).ok();
+            peer.hand_all(|| Command::Close(LossReason::Closed));
         }
     }
 
@@ -545,42 +470,20 @@ impl Shared {
         };
         left.sort_unstable();
         // Quiet first, then told.
-        let mut arrived: Vec<_> = left
-            .iter()
-            .map(|peer| self.local.as_ref().map(|local| local.detach(*peer)).unwrap_or_default())
-            .collect();
-        let mut state = self.lock();
-        for (peer, arrived) in left.into_iter().zip(arrived.drain(..)) {
-            state.lose(peer, LossReason::Closed, arrived);
+        for peer in &left {
+            let arrived = self.local.as_ref().map(|local| local.detach(*peer)).unwrap_or_default();
+            self.lock().leave(*peer, LossReason::Closed, arrived);
         }
+        for peer in left {
+            self.lose(peer);
+        }
+        let mut state = self.lock();
         state.regions.clear();
         state.phase = Phase::Finished;
         drop(state);
         self.staging.close();
         self.finished.notify_all();
         self.news.notify_one();
-    }
-}
-
-impl Peer {
-    /// Hands a read to the peer's task, or says that there is none.
-    fn hand(
-        &self,
-        read: &mut Option<AcceptedRead>,
-        command: impl FnOnce(AcceptedRead) -> Command,
-    ) -> Result<(), TransportError> {
-        let gone = read.take().is_none_or(|read| self.commands.send(command(read)).is_err());
-        if gone { Err(TransportError::UnknownPeer { peer: self.id }) } else { Ok(()) }
-    }
-}
-
-impl State {
-    fn check(&mut self, op: OpId, peer: PeerId) -> Result<(), TransportError> {
-        self.open()?;
-        if self.flights.contains_key(&op) {
-            return Err(TransportError::DuplicateOp { op });
-        }
-        self.peer(peer).map(|_| ())
     }
 }
 
@@ -592,11 +495,11 @@ mod tests {
     #[tokio::test]
     async fn t6_a_peer_let_go_of_is_disconnected_even_if_it_was_faster() {
         let shared = Shared::new(TcpConfig::default().limits(), None);
-        let (peer, _commands) = shared.accepted().unwrap();
+        let peer = shared.accepted(None).unwrap().peer;
         shared.disconnect(peer).unwrap();
         assert_eq!(shared.send(peer, vec![]), Err(TransportError::UnknownPeer { peer }));
         for reason in [LossReason::ClosedByPeer, LossReason::Silent] {
-            shared.lose(peer, reason, HashMap::new());
+            shared.leave(peer, reason, HashMap::new());
         }
         shared.finish();
         assert_eq!(shared.next_event().await, Some(Event::Accepted { peer }));

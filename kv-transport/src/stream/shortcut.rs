@@ -42,7 +42,6 @@ pub(crate) struct Posted {
     /// Of the chunk and of the operation.
     pub(crate) number: u64,
     pub(crate) read: AcceptedRead,
-    pub(crate) cursor: Cursor,
     pub(crate) cut: Cut,
 }
 
@@ -155,15 +154,20 @@ pub(crate) struct Prepared<'a> {
 }
 
 impl Prepared<'_> {
+    /// How much of the plan is in the request: all of it.
+    pub(crate) fn cursor(&self) -> Cursor {
+        self.cursor
+    }
+
     /// Writes the request. Says whether the task has to be woken, because it would sleep beyond a limit of the read or has
     /// to finish the frame.
     pub(crate) fn send(self, read: AcceptedRead) -> bool {
-        let Self { shortcut, mut posts, number, cursor, cut } = self;
+        let Self { shortcut, mut posts, number, cut, .. } = self;
         let mut frame = vec![];
         encode_read(&mut frame, number, number, cut.key, &cut.remote);
-        let alarm = after(read.submitted, read.limits.total.min(read.limits.stall));
+        let alarm = after(read.work.submitted, read.limits.total.min(read.limits.stall));
         shortcut.open.fetch_add(1, Ordering::Relaxed);
-        posts.posted.push_back(Posted { number, read, cursor, cut });
+        posts.posted.push_back(Posted { number, read, cut });
         // A connection that breaks is the task's to notice: its socket says so.
         let sent = posts.socket.as_ref().and_then(|socket| socket.try_write(&frame).ok()).unwrap_or(0);
         if sent < frame.len() {

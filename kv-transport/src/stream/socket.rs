@@ -36,6 +36,15 @@ impl Socket {
         }
     }
 
+    /// The same socket, served by the runtime in which this is called.
+    pub(crate) fn moved(self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Tcp(stream) => Self::Tcp(TcpStream::from_std(stream.into_std()?)?),
+            #[cfg(target_os = "linux")]
+            Self::Unix(stream) => Self::Unix(UnixStream::from_std(stream.into_std()?)?),
+        })
+    }
+
     pub(crate) async fn ready(&self, interest: Interest) -> io::Result<()> {
         each!(self, stream => stream.ready(interest).await.map(|_| ()))
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::NAME;
 use super::address::host_is_sound;
 use crate::error::TransportError;
-use crate::stream::limits::{CHUNK_BYTES_LIMIT, CHUNK_QUEUE_LIMIT, CHUNK_RANGES_LIMIT, Limits};
+use crate::stream::limits::{CHUNK_BYTES_LIMIT, CHUNK_QUEUE_LIMIT, CHUNK_RANGES_LIMIT, LINKS_LIMIT, Limits};
 
 /// Settings of a [`TcpTransport`](super::TcpTransport). Every wait and every queue of it has its limit here.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,6 +35,12 @@ pub struct TcpConfig {
     /// Bytes of reads that may be requested from all peers together and not yet received. Each peer is asked for one piece
     /// whatever the others do, and for the first 2 MiB of each read, so that none waits for another. Default 256 MiB.
     pub bytes_in_flight_max: u64,
+    /// Connections to each peer that is connected to, 1 to 8. Reads of 1 MiB and more are spread over all of them, each
+    /// taking the next piece when it has room; smaller reads and all messages go over the first. The others have threads of
+    /// their own, on both sides. The window of `bytes_in_flight_per_peer` is divided among them, and what a peer may have
+    /// waiting here (`chunk_queue_max`) is counted for each. If the peer cannot be reached by more than one, one does.
+    /// Default: half of the processors, at most 4, so 1 on a machine with two: that is where more began to pay.
+    pub connections_per_peer: u32,
     /// Largest piece into which reads are cut, asked for and granted. Messages travel between pieces. Default
     /// 512 KiB: large enough that the work per piece vanishes, small enough to pass in well under a millisecond.
     pub chunk_max_bytes: u32,
@@ -72,6 +78,7 @@ impl Default for TcpConfig {
             incoming_bytes: 16 << 20,
             bytes_in_flight_per_peer: 16 << 20,
             bytes_in_flight_max: 256 << 20,
+            connections_per_peer: default_connections(),
             chunk_max_bytes: 512 << 10,
             chunk_max_ranges: 1024,
             chunk_queue_max: 128,
@@ -83,6 +90,11 @@ impl Default for TcpConfig {
             peers_max: 1024,
         }
     }
+}
+
+fn default_connections() -> u32 {
+    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    (processors / 2).clamp(1, 4) as u32
 }
 
 impl TcpConfig {
@@ -129,6 +141,10 @@ impl TcpConfig {
                 self.bytes_in_flight_max < u64::from(self.chunk_max_bytes),
                 "`bytes_in_flight_max` is less than `chunk_max_bytes`",
             ),
+            (
+                !(1..=LINKS_LIMIT).contains(&self.connections_per_peer),
+                "`connections_per_peer` must be 1 to 8",
+            ),
             (self.keep_alive.is_zero(), "`keep_alive` is zero"),
             (
                 self.keep_alive.checked_mul(2).is_none_or(|twice| self.silence_limit < twice),
@@ -153,6 +169,8 @@ impl TcpConfig {
             incoming_bytes: self.incoming_bytes,
             bytes_in_flight_per_peer: self.bytes_in_flight_per_peer,
             bytes_in_flight_max: self.bytes_in_flight_max,
+            connections_per_peer: self.connections_per_peer,
+            further_granted: LINKS_LIMIT - 1,
             chunk_max_bytes: self.chunk_max_bytes,
             chunk_max_ranges: self.chunk_max_ranges,
             chunk_queue_max: self.chunk_queue_max,
@@ -188,6 +206,8 @@ mod tests {
         assert!(refusal(|c| c.advertise = Some("::".into())).contains("wildcard"));
         assert!(refusal(|c| c.bytes_in_flight_per_peer = 1).contains("bytes_in_flight"));
         assert!(refusal(|c| c.bytes_in_flight_max = 1).contains("bytes_in_flight_max"));
+        assert!(refusal(|c| c.connections_per_peer = 0).contains("connections_per_peer"));
+        assert!(refusal(|c| c.connections_per_peer = 9).contains("connections_per_peer"));
         assert!(refusal(|c| c.keep_alive = Duration::MAX).contains("silence_limit"));
         assert!(refusal(|c| c.chunk_max_bytes = 0).contains("chunk_max_bytes"));
     }

@@ -114,16 +114,17 @@ async fn t6_a_socket_closed_in_the_middle_of_a_chunk() {
     let ranges = vec![range(0, 0, 400), range(500, 400, 400), range(0, 2000, 400), range(0, 3000, 400)];
     client.read(request(1, peer, &any_key(), region, ranges)).unwrap();
     client.read(request(2, peer, &any_key(), region, vec![range(0, 900, 10)])).unwrap();
-    let asked = raw.frame();
-    raw.send_frame(DATA, 0, asked.id, &[5; 1000]);
-    raw.send_frame(END, 0, asked.id, &[]);
-    let asked = loop {
+    // The second read is asked for before the chunks of the first, or between them.
+    let asked_of_first = |raw: &mut Raw| loop {
         let asked = raw.frame();
-        // The second read takes its turn between the chunks of the first.
         if asked.body.len() > 24 + 12 {
             break asked;
         }
     };
+    let asked = asked_of_first(&mut raw);
+    raw.send_frame(DATA, 0, asked.id, &[5; 1000]);
+    raw.send_frame(END, 0, asked.id, &[]);
+    let asked = asked_of_first(&mut raw);
     raw.send(&frame(DATA, 0, asked.id, &[6; 600])[..16 + 450]);
     drop(raw);
     let mut outcomes = [event(&client).await, event(&client).await].map(|event| match event {

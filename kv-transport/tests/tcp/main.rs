@@ -5,6 +5,7 @@
 
 mod fairness;
 mod faults;
+mod links;
 mod misuse;
 mod names;
 mod rules;

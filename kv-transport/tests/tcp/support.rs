@@ -121,8 +121,12 @@ pub(crate) fn frame(kind: u8, code: u8, id: u64, body: &[u8]) -> Vec<u8> {
 }
 
 pub(crate) fn preface(nonce: &[u8], expected: &[u8]) -> Vec<u8> {
+    preface_of(0, nonce, expected)
+}
+
+pub(crate) fn preface_of(further: u32, nonce: &[u8], expected: &[u8]) -> Vec<u8> {
     let mut bytes = b"kvTCP\r\n\x1a\x01\0\0\0".to_vec();
-    for granted in [128u32, 1 << 20, 1024, 0, 0] {
+    for granted in [128u32, 1 << 20, 1024, further, 0] {
         bytes.extend_from_slice(&granted.to_le_bytes());
     }
     bytes.extend_from_slice(nonce);
@@ -206,7 +210,7 @@ impl Raw {
         self.send(&frame(kind, code, id, body));
     }
 
-    fn any_frame(&mut self) -> Frame {
+    pub(crate) fn any_frame(&mut self) -> Frame {
         let head = self.take(16);
         let len = u32::from_le_bytes(head[4..8].try_into().unwrap());
         let id = u64::from_le_bytes(head[8..].try_into().unwrap());

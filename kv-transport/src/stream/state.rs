@@ -1,0 +1,279 @@
+//! Who is registered, connected and in flight, and what has to be told of it. [`Shared`](super::shared::Shared) keeps it
+//! behind its lock.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::commands::Command;
+use super::key::Nonce;
+use super::plan::Intervals;
+use super::shortcut::Shortcut;
+use super::work::Work;
+use crate::contract::{Event, OpId, PeerId, RangeSet, ReadOutcome, RegionId};
+use crate::error::{LossReason, ReadError, TransportError};
+use crate::memory::Memory;
+
+#[derive(Debug)]
+pub(super) struct Region {
+    pub(super) memory: Memory,
+    pub(super) nonce: u64,
+    pub(super) reads: usize,
+}
+
+/// A peer and its connections, which stand and fall together.
+#[derive(Debug)]
+pub(super) struct Peer {
+    id: PeerId,
+    /// The ways to the tasks of its connections. The first carries messages.
+    pub(super) links: Vec<UnboundedSender<Command>>,
+    /// Tasks that have not ended. The peer is lost when none is left.
+    pub(super) tasks: usize,
+    /// By which its further connections are known; only of those who connected to us.
+    pub(super) ticket: Option<Nonce>,
+    /// `disconnect` was called.
+    pub(super) let_go: bool,
+    /// `disconnect` was called, or one of its connections has ended: nothing more is accepted.
+    pub(super) leaving: bool,
+    /// Why the first of its connections ended.
+    ended: Option<LossReason>,
+    pub(super) outgoing: usize,
+    pub(super) outgoing_bytes: usize,
+    pub(super) incoming: usize,
+    pub(super) incoming_bytes: usize,
+    pub(super) paused: bool,
+    pub(super) shortcut: Arc<Shortcut>,
+}
+
+impl Peer {
+    pub(super) fn new(id: PeerId, link: UnboundedSender<Command>, ticket: Option<Nonce>) -> Self {
+        Self {
+            id,
+            links: vec![link],
+            tasks: 1,
+            ticket,
+            let_go: false,
+            leaving: false,
+            ended: None,
+            outgoing: 0,
+            outgoing_bytes: 0,
+            incoming: 0,
+            incoming_bytes: 0,
+            paused: false,
+            shortcut: Arc::default(),
+        }
+    }
+
+    /// Hands a command to its first connection, or says that there is none.
+    pub(super) fn hand(&self, command: Command) -> Result<(), TransportError> {
+        let gone = || TransportError::UnknownPeer { peer: self.id };
+        self.links.first().ok_or_else(gone)?.send(command).map_err(|_| gone())
+    }
+
+    /// Hands a command to each connection. How many took it: one that has ended takes nothing.
+    pub(super) fn hand_all(&self, command: impl Fn() -> Command) -> usize {
+        self.links.iter().filter(|link| link.send(command()).is_ok()).count()
+    }
+}
+
+/// A read that was accepted.
+#[derive(Debug)]
+pub(super) struct Flight {
+    pub(super) peer: PeerId,
+    pub(super) serial: u64,
+    pub(super) regions: Vec<RegionId>,
+    pub(super) work: Arc<Work>,
+    /// Connections that have not ended their share of it.
+    pub(super) shares: usize,
+    /// What arrived of shares that have ended.
+    pub(super) arrived: Intervals,
+    /// Why the first share failed.
+    pub(super) failed: Option<ReadError>,
+    /// A cancel came. It may have been faster than the read itself.
+    pub(super) cancelled: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    Open,
+    Closing,
+    Finished,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    name: &'static str,
+    pub(super) phase: Phase,
+    pub(super) regions: HashMap<RegionId, Region>,
+    pub(super) peers: HashMap<PeerId, Peer>,
+    pub(super) flights: HashMap<OpId, Flight>,
+    pub(super) events: VecDeque<Event>,
+    /// Peers whose loss has not been taken yet.
+    pub(super) slots: usize,
+    numbers: u64,
+}
+
+/// A read failed, and its last share has ended: what its outcome follows from.
+pub(super) struct Failed {
+    work: Arc<Work>,
+    arrived: Intervals,
+    error: ReadError,
+}
+
+impl Failed {
+    /// Takes milliseconds for a read of very many ranges: not to be asked under the lock.
+    pub(super) fn outcome(self) -> ReadOutcome {
+        ReadOutcome { result: Err(self.error), arrived: self.work.plan.arrived(self.arrived) }
+    }
+}
+
+impl State {
+    pub(super) fn new(name: &'static str) -> Self {
+        Self {
+            name,
+            phase: Phase::Open,
+            regions: HashMap::new(),
+            peers: HashMap::new(),
+            flights: HashMap::new(),
+            events: VecDeque::new(),
+            slots: 0,
+            numbers: 0,
+        }
+    }
+
+    pub(super) fn number(&mut self) -> u64 {
+        self.numbers += 1;
+        self.numbers
+    }
+
+    pub(super) fn open(&self) -> Result<(), TransportError> {
+        match self.phase {
+            Phase::Open => Ok(()),
+            Phase::Closing | Phase::Finished => Err(TransportError::Closed { transport: self.name }),
+        }
+    }
+
+    pub(super) fn peer(&mut self, peer: PeerId) -> Result<&mut Peer, TransportError> {
+        self.peers.get_mut(&peer).filter(|entry| !entry.leaving).ok_or(TransportError::UnknownPeer { peer })
+    }
+
+    /// Whether a read under this name may begin.
+    pub(super) fn check(&mut self, op: OpId, peer: PeerId) -> Result<(), TransportError> {
+        self.open()?;
+        if self.flights.contains_key(&op) {
+            return Err(TransportError::DuplicateOp { op });
+        }
+        self.peer(peer).map(|_| ())
+    }
+
+    /// A connection has ended its share of a read. With the last one the read completes if all went well; else it is for
+    /// the caller to work out the outcome and to complete it. The others end theirs after the first failure.
+    pub(super) fn end_share(
+        &mut self,
+        op: OpId,
+        serial: u64,
+        result: Result<(), ReadError>,
+        arrived: Intervals,
+    ) -> Option<Failed> {
+        let flight = self.flights.get_mut(&op).filter(|flight| flight.serial == serial)?;
+        flight.shares = flight.shares.saturating_sub(1);
+        if flight.arrived.is_empty() {
+            flight.arrived = arrived;
+        } else {
+            flight.arrived.extend(arrived);
+        }
+        if let Err(error) = result
+            && flight.failed.is_none()
+        {
+            flight.failed = Some(error);
+            if flight.shares > 0
+                && let Some(peer) = self.peers.get(&flight.peer)
+            {
+                peer.hand_all(|| Command::Cancel { op, serial });
+            }
+        }
+        if flight.shares > 0 {
+            return None;
+        }
+        let Some(error) = flight.failed.take() else {
+            let arrived = RangeSet::all(flight.work.plan.range_count());
+            self.complete(op, serial, ReadOutcome { result: Ok(()), arrived });
+            return None;
+        };
+        let arrived = std::mem::take(&mut flight.arrived);
+        Some(Failed { work: Arc::clone(&flight.work), arrived, error })
+    }
+
+    pub(super) fn complete(&mut self, op: OpId, serial: u64, outcome: ReadOutcome) {
+        if self.flights.get(&op).is_none_or(|flight| flight.serial != serial) {
+            return;
+        }
+        if let Some(flight) = self.flights.remove(&op) {
+            for region in flight.regions {
+                if let Some(region) = self.regions.get_mut(&region) {
+                    region.reads -= 1;
+                }
+            }
+            self.events.push_back(Event::ReadCompleted { op, outcome });
+        }
+    }
+
+    /// A connection of a peer has ended, and with it all of them. `true` if it was the last.
+    pub(super) fn leave(
+        &mut self,
+        peer: PeerId,
+        reason: LossReason,
+        arrived: HashMap<OpId, Intervals>,
+    ) -> bool {
+        let Some(entry) = self.peers.get_mut(&peer) else { return false };
+        for (op, arrived) in arrived {
+            if let Some(flight) = self.flights.get_mut(&op).filter(|flight| flight.peer == peer) {
+                flight.arrived.extend(arrived);
+            }
+        }
+        entry.ended.get_or_insert(reason);
+        entry.leaving = true;
+        entry.tasks = entry.tasks.saturating_sub(1);
+        if entry.tasks > 0 {
+            entry.hand_all(|| Command::Close(LossReason::Closed));
+        }
+        entry.tasks == 0
+    }
+
+    /// The reads of a peer that is about to be lost, in order, with what arrived of them.
+    pub(super) fn remains(&mut self, peer: PeerId) -> Vec<(OpId, u64, Arc<Work>, Intervals)> {
+        let mut left: Vec<_> = self
+            .flights
+            .iter_mut()
+            .filter(|(_, flight)| flight.peer == peer)
+            .map(|(op, flight)| {
+                (*op, flight.serial, Arc::clone(&flight.work), std::mem::take(&mut flight.arrived))
+            })
+            .collect();
+        left.sort_unstable_by_key(|(_, serial, ..)| *serial);
+        left
+    }
+
+    /// The end of a peer in one step: its reads complete, its loss is announced and its id is void (rule T-6).
+    pub(super) fn lose(&mut self, peer: PeerId, mut arrived: HashMap<OpId, RangeSet>) {
+        let Some(entry) = self.peers.remove(&peer) else { return };
+        let reason = match (entry.ended, self.phase) {
+            // Whoever asked for the end is told so, whatever else came first.
+            _ if entry.let_go => LossReason::Disconnected,
+            (Some(reason), Phase::Open) => reason,
+            _ => LossReason::Closed,
+        };
+        let error = match reason {
+            LossReason::Closed => ReadError::Closed,
+            ref reason => ReadError::PeerLost(reason.clone()),
+        };
+        // Usually the same as before; what was accepted since then has nothing.
+        for (op, serial, work, _) in self.remains(peer) {
+            let ranges = work.plan.range_count();
+            let arrived = arrived.remove(&op).unwrap_or_else(|| RangeSet::none(ranges));
+            self.complete(op, serial, ReadOutcome { result: Err(error.clone()), arrived });
+        }
+        self.events.push_back(Event::PeerLost { peer, reason });
+    }
+}
