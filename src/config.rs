@@ -33,6 +33,9 @@ pub struct Config {
     pub transport_host: String,
     /// Host that peers are told to connect to. Empty: `transport_host`. Needed when that is a wildcard.
     pub transport_advertise_host: String,
+    /// Connections of `tcp` to each peer, up to 8, over which large reads are spread; each has its thread on either side. 0: half of the
+    /// machine's processors, 4 at most.
+    pub transport_connections: u32,
     /// Life of a lease without renewal.
     pub lease_ttl_ms: u64,
     /// What a renewal extends a lease to, counted from its arrival.
@@ -88,6 +91,7 @@ impl Default for Config {
             transport: "tcp".to_owned(),
             transport_host: "127.0.0.1".to_owned(),
             transport_advertise_host: String::new(),
+            transport_connections: 0,
             // A consumer that lives renews every two seconds, so five renewals must be lost before a lease ends.
             lease_ttl_ms: 10_000,
             lease_renewal_ms: 10_000,
@@ -197,6 +201,9 @@ pub enum ConfigError {
     },
 }
 
+/// Most connections of one peer.
+const CONNECTIONS_MAX: u32 = 8;
+
 /// Transports that can be chosen by name.
 #[cfg(target_os = "linux")]
 pub const TRANSPORTS: &[&str] = &["tcp", "shm", "ucx", "auto"];
@@ -292,6 +299,11 @@ impl Config {
             return Err(ConfigError::UnknownTransport { name: self.transport.clone(), known: TRANSPORTS });
         }
         self.check_hosts()?;
+        if self.transport_connections > CONNECTIONS_MAX {
+            let value = u64::from(self.transport_connections);
+            let max = u64::from(CONNECTIONS_MAX);
+            return Err(ConfigError::Range { field: "transport_connections", value, min: 0, max });
+        }
         let durations = [
             ("lease_ttl_ms", self.lease_ttl_ms),
             ("lease_renewal_ms", self.lease_renewal_ms),
@@ -411,6 +423,10 @@ mod tests {
         assert_eq!(
             refuse(r#"{"lease_ttl_ms": 700000}"#),
             "lease_ttl_ms of 700000 is more than lease_max_ms of 600000"
+        );
+        assert_eq!(
+            refuse(r#"{"transport_connections": 9}"#),
+            "transport_connections is 9; 0 to 8 are allowed"
         );
         assert_eq!(
             refuse(r#"{"transport": "rdma"}"#),

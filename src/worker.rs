@@ -226,10 +226,16 @@ fn has_rdma() -> bool {
 
 fn open_tcp(config: &Config) -> Result<TcpTransport, ConnectorError> {
     let told = &config.transport_advertise_host;
+    let usual = TcpConfig::default();
+    let connections_per_peer = match config.transport_connections {
+        0 => usual.connections_per_peer,
+        chosen => chosen,
+    };
     let tcp = TcpConfig {
+        connections_per_peer,
         bind: resolve(&config.transport_host)?,
         advertise: (!told.is_empty()).then(|| told.trim_start_matches('[').trim_end_matches(']').to_owned()),
-        ..TcpConfig::default()
+        ..usual
     };
     Ok(TcpTransport::bind(tcp)?)
 }

@@ -47,6 +47,9 @@ pub(crate) struct BenchArgs {
     /// Reads into which a transfer is divided, all of them submitted at once.
     #[arg(long, value_name = "N", default_value_t = 1)]
     inflight: u64,
+    /// Connections of `tcp` to each peer; 0: as many as it would choose.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    connections: u32,
     /// Pools of huge pages instead of small ones.
     #[arg(long)]
     huge_pages: bool,
@@ -135,7 +138,11 @@ impl BenchArgs {
         let mut configs = vec![];
         for name in &self.transport {
             // Whether there is such a transport is the facade's to say.
-            let config = Config { transport: name.trim().to_owned(), ..Config::default() };
+            let config = Config {
+                transport: name.trim().to_owned(),
+                transport_connections: self.connections,
+                ..Config::default()
+            };
             configs.push(config);
         }
         let fits = |shape: Shape| shape.check(self.pool_bytes).map_err(|why| Failure::new("a shape", why));
