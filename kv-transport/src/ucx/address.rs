@@ -1,7 +1,8 @@
 //! Addresses and region keys as bytes. Both come back from peers, so decoding trusts nothing (rule T-10).
 //!
 //! ```text
-//! address: "kva" | version u8 = 1 | life 16 bytes | length u16 | UCX's worker address | checksum u64
+//! address: "kva" | version u8 = 2 | life 16 bytes | boot of the host 16 bytes | network namespace u64 |
+//!          length u16 | UCX's worker address | checksum u64
 //! key:     "kvk" | version u8 = 1 | life 16 bytes | region number u64 | region nonce u64 | first byte u64 |
 //!          length of the region u64 | length u16 | UCX's remote key | checksum u64
 //! ```
@@ -10,12 +11,13 @@
 //! off must not reach it: hence the checksum. It finds accidents. It keeps out nobody who means harm.
 
 use super::NAME;
+use super::home::Home;
 use crate::contract::{Address, OPAQUE_MAX_BYTES, RegionKey};
 use crate::error::TransportError;
 
-const ADDRESS_TAG: [u8; 4] = *b"kva\x01";
+const ADDRESS_TAG: [u8; 4] = *b"kva\x02";
 const KEY_TAG: [u8; 4] = *b"kvk\x01";
-const ADDRESS_FIXED_BYTES: usize = 4 + 16 + 2 + 8;
+const ADDRESS_FIXED_BYTES: usize = 4 + 16 + 16 + 8 + 2 + 8;
 
 /// Longest worker address that fits.
 pub(super) const WORKER_ADDRESS_MAX: usize = OPAQUE_MAX_BYTES - ADDRESS_FIXED_BYTES;
@@ -57,6 +59,7 @@ fn push_counted(bytes: &mut Vec<u8>, what: &[u8]) {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Endpoint {
     pub(super) life: Life,
+    pub(super) home: Home,
     pub(super) worker: Vec<u8>,
 }
 
@@ -64,6 +67,8 @@ impl Endpoint {
     pub(super) fn encode(&self) -> Result<Address, TransportError> {
         let mut bytes = ADDRESS_TAG.to_vec();
         bytes.extend_from_slice(&self.life);
+        bytes.extend_from_slice(&self.home.boot);
+        bytes.extend_from_slice(&self.home.namespace.to_le_bytes());
         push_counted(&mut bytes, &self.worker);
         Address::from_bytes(bytes)
     }
@@ -76,8 +81,10 @@ impl Endpoint {
         let body = sealed(address.as_bytes()).ok_or(bad("its checksum is wrong"))?;
         let rest = body.strip_prefix(&ADDRESS_TAG).ok_or(bad("it is cut off"))?;
         let (life, rest) = rest.split_first_chunk::<16>().ok_or(bad("it is cut off"))?;
+        let (boot, rest) = rest.split_first_chunk::<16>().ok_or(bad("it is cut off"))?;
+        let (namespace, rest) = u64_of(rest).ok_or(bad("it is cut off"))?;
         let worker = counted(rest).ok_or(bad("it has another length than announced"))?;
-        Ok(Self { life: *life, worker: worker.to_vec() })
+        Ok(Self { life: *life, home: Home { boot: *boot, namespace }, worker: worker.to_vec() })
     }
 }
 
@@ -131,7 +138,7 @@ mod tests {
     use super::*;
 
     fn endpoint() -> Endpoint {
-        Endpoint { life: [7; 16], worker: vec![1, 2, 3] }
+        Endpoint { life: [7; 16], home: Home { boot: [8; 16], namespace: 9 }, worker: vec![1, 2, 3] }
     }
 
     fn key() -> Key {

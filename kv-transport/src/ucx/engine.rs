@@ -9,6 +9,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::conn::{Conn, Link, LinkPhase, Op, Phase, Post};
 use super::frame::{Body, Frame, Window};
+use super::home::Sign;
 use super::shared::{AcceptedRead, Command, Shared, after};
 use super::status;
 use super::worker::{EpId, PostId, Told, Worker};
@@ -77,11 +78,13 @@ impl Engine {
     }
 
     /// Runs until [`Command::Shutdown`], or until the worker had to be destroyed.
-    pub(super) fn run(self) {
+    pub(super) fn run(self, sign: Sign) {
         // What is declared first is dropped last, after a panic too: when completions are told, UCX is gone and writes nothing.
         let _finish = Finish(Arc::clone(&self.shared));
         let mut engine = self;
         engine.serve();
+        // Whoever connects from now on need not try.
+        drop(sign);
         // Keys first, then the worker, then whoever waits for completions.
         engine.ops.clear();
         engine.worker.destroy();
@@ -258,6 +261,10 @@ impl Engine {
     // Connections.
 
     fn connect(&mut self, peer: PeerId, endpoint: Endpoint, deadline: Instant, now: Instant) {
+        if endpoint.home.is_over(&endpoint.life) {
+            let reason = LossReason::Unreachable { kind: std::io::ErrorKind::ConnectionRefused, code: None };
+            return self.shared.lose(peer, reason);
+        }
         self.alarm = self.alarm.min(deadline);
         let (ep, token) = match (self.worker.create_ep(&endpoint.worker), getrandom::u64()) {
             (Ok(ep), Ok(token)) => (ep, token),
@@ -551,14 +558,16 @@ pub(super) fn start(
         .name("kv-ucx".into())
         .spawn(move || {
             let made = worker().and_then(|worker| {
-                let endpoint = Endpoint { life: shared.life, worker: worker.address.clone() };
-                super::own_address(&endpoint).map(|own| (worker, own.as_bytes().to_vec()))
+                let sign = Sign::put_up(&shared.life);
+                let worker_address = worker.address.clone();
+                let endpoint = Endpoint { life: shared.life, home: sign.home, worker: worker_address };
+                super::own_address(&endpoint).map(|own| (worker, sign, own.as_bytes().to_vec()))
             });
             match made {
-                Ok((worker, own)) => {
+                Ok((worker, sign, own)) => {
                     let engine = Engine::new(shared, worker, own.clone());
                     ready.send(Ok(own)).ok();
-                    engine.run();
+                    engine.run(sign);
                 }
                 Err(error) => drop(ready.send(Err(error))),
             }

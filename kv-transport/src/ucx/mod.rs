@@ -21,6 +21,7 @@ mod conn;
 mod engine;
 mod fabric;
 mod frame;
+mod home;
 mod lanes;
 mod plan;
 mod reads;
