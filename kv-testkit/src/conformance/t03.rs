@@ -28,6 +28,11 @@ const PLACES: usize = 8;
 /// How long places are looked at when all is over.
 const WATCH: Duration = Duration::from_millis(200);
 
+/// What the next owner of a place writes: never zero, and another byte from turn to turn.
+fn mark(turn: u32) -> u8 {
+    (turn % 250) as u8 + 1
+}
+
 /// Places whose owners have changed, and what the owners wrote.
 #[derive(Default)]
 struct Watch(Vec<(Place, u8)>);
@@ -86,7 +91,7 @@ fn end_early(
         end(&pair.client, op, &mut dice)?;
         let outcome = pair.client.cancelled(op)?;
         early += u32::from(outcome.result.is_err());
-        watch.give_away(place, (turn % 250) as u8 + 1)?;
+        watch.give_away(place, mark(turn))?;
     }
     // What comes behind on the same connection: when it is here, so is all that was before it.
     pair.client.works(bench, pair.peer, &source)?;
@@ -143,13 +148,13 @@ fn t3_stalled_read_of_a_peer_that_goes_on_writes_nothing_later(bench: &Bench) ->
             // It claims nothing, and did not need the peer this time.
             return Err(End::Cannot("a read of a stopped peer was not held".into()));
         }
-        watch.give_away(place, turn as u8 + 1)?;
+        watch.give_away(place, mark(turn))?;
         // It answers now what was asked long ago, then this.
         away.remote.resume()?;
         let (other, op) = away.read(bench, away.node.patient())?;
         away.node.completion(op)?;
         watch.check()?;
-        watch.give_away(other, turn as u8 + 101)?;
+        watch.give_away(other, mark(turn + 100))?;
         if watch.0.len() > PLACES {
             watch.0.drain(..2);
         }
@@ -221,7 +226,7 @@ fn t3_read_from_a_killed_peer_writes_nothing_later(bench: &Bench) -> Outcome {
         away.remote.kill()?;
         let outcome = away.node.completed_within(op, away.node.patience);
         outcome.ok_or_else(|| broken!(T6, "the read from a killed peer does not end"))?;
-        watch.give_away(place, turn as u8 + 1)?;
+        watch.give_away(place, mark(turn))?;
         watch.check()?;
         if watch.0.len() > 2 {
             watch.0.remove(0);
@@ -243,7 +248,7 @@ fn t3_read_over_a_cut_link_writes_nothing_later(bench: &Bench) -> Outcome {
         link.cut()?;
         let outcome = client.completed_within(op, client.patience);
         outcome.ok_or_else(|| broken!(T6, "a read over a cut link does not end"))?;
-        watch.give_away(place, (turn % 250) as u8 + 1)?;
+        watch.give_away(place, mark(turn))?;
         watch.check()?;
         if watch.0.len() > 2 {
             watch.0.remove(0);
@@ -264,7 +269,22 @@ fn t3_successful_read_writes_nothing_later(bench: &Bench) -> Outcome {
         let ranges = (0..64).map(|i| range((63 - i) << 15, i << 15, 1 << 15)).collect();
         let outcome = pair.client.fetch(pair.peer, &source.key, place.region, ranges)?;
         check!(T2, outcome.result != Err(ReadError::Cancelled), "a read was cancelled that nobody cancelled");
-        watch.give_away(place, (turn % 250) as u8 + 1)?;
+        watch.give_away(place, mark(turn))?;
     }
     watch.watch()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owners_write_other_bytes_from_turn_to_turn_however_many_there_are() {
+        for turn in [0, 149, 155, 249, 254, 255, 100_000] {
+            assert!(
+                mark(turn) > 0 && mark(turn) != mark(turn + 1) && mark(turn) != mark(turn + 100),
+                "{turn}"
+            );
+        }
+    }
 }
