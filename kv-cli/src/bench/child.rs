@@ -8,8 +8,6 @@ use std::time::{Duration, Instant};
 use super::wire::{Answer, Ask, Job, ProducerAt, Setup};
 use crate::error::Failure;
 
-/// No answer takes longer than this.
-const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 /// For a process to end by itself.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 /// Between two looks whether it has.
@@ -21,6 +19,8 @@ pub(super) struct Process {
     child: Child,
     stdin: Option<ChildStdin>,
     answers: Receiver<String>,
+    /// For the answer to what was asked last.
+    limit: Duration,
 }
 
 /// What a process has used so far.
@@ -58,7 +58,7 @@ impl Process {
                 }
             }
         });
-        Ok(Self { name, child, stdin, answers })
+        Ok(Self { name, child, stdin, answers, limit: Duration::ZERO })
     }
 
     /// Asks, without waiting for the answer.
@@ -66,19 +66,20 @@ impl Process {
         let failed = |why: String| Failure::new(format!("ask the {}", self.name), why);
         let text = serde_json::to_string(ask).map_err(|e| failed(e.to_string()))?;
         let Some(stdin) = &mut self.stdin else { return Err(failed("it was told to end".to_owned())) };
+        self.limit = ask.limit();
         writeln!(stdin, "{text}").and_then(|()| stdin.flush()).map_err(|e| failed(e.to_string()))
     }
 
     /// The next answer.
     pub(super) fn hear(&mut self) -> Result<Answer, Failure> {
         let failed = |why: String| Failure::new(self.name, why);
-        match self.answers.recv_timeout(ANSWER_LIMIT) {
+        match self.answers.recv_timeout(self.limit) {
             Ok(text) => match serde_json::from_str(&text) {
                 Ok(Answer::Failed(why)) => Err(failed(why)),
                 Ok(answer) => Ok(answer),
                 Err(error) => Err(failed(format!("{error}: {text}"))),
             },
-            Err(RecvTimeoutError::Timeout) => Err(failed(format!("no answer within {ANSWER_LIMIT:?}"))),
+            Err(RecvTimeoutError::Timeout) => Err(failed(format!("no answer within {:?}", self.limit))),
             Err(RecvTimeoutError::Disconnected) => Err(failed("it ended".to_owned())),
         }
     }
@@ -122,6 +123,14 @@ impl Process {
     pub(super) fn timed(&mut self) -> Result<Timed, Failure> {
         match self.hear()? {
             Answer::Timed { seconds, cpu_s, wall_s } => Ok(Timed { seconds, cpu_s, wall_s }),
+            other => Err(self.strange(&other)),
+        }
+    }
+
+    /// What was asked with [`Ask::Count`]: transfers, and the seconds that they took together.
+    pub(super) fn counted(&mut self) -> Result<(u64, f64), Failure> {
+        match self.hear()? {
+            Answer::Counted { transfers, wall_s } => Ok((transfers, wall_s)),
             other => Err(self.strange(&other)),
         }
     }

@@ -83,12 +83,12 @@ pub(super) fn measure(plan: &Plan, config: &Config, progress: &Progress) -> Resu
         // All at once: bytes that go astray between connections would be seen.
         consumers.iter_mut().try_for_each(|consumer| consumer.tell(&Ask::Check(job)))?;
         consumers.iter_mut().try_for_each(|consumer| verified(job, consumer.checked()?))?;
-        let ask = Ask::Time { job, least: 1, most: u64::MAX, seconds: seconds(plan.peer_time) };
+        let ask = Ask::Count { job, seconds: seconds(plan.peer_time) };
         consumers.iter_mut().try_for_each(|consumer| consumer.tell(&ask))?;
         let mut gbps = vec![];
         for consumer in &mut consumers {
-            let timed = consumer.timed()?;
-            gbps.push((shape.bytes() * timed.seconds.len() as u64) as f64 / GB / timed.wall_s.max(1e-9));
+            let (transfers, wall_s) = consumer.counted()?;
+            gbps.push((shape.bytes() * transfers) as f64 / GB / wall_s.max(1e-9));
         }
         let peak = producer.used()?.peak_bytes;
         rows.push(row(plan, name, shape, &gbps, peak, producer_idle_cores));

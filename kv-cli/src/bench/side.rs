@@ -50,6 +50,7 @@ pub(crate) fn run() -> Result<(), Failure> {
             (Ask::Time { job, least, most, seconds }, Some(side)) => {
                 runtime.block_on(side.time(job, least, most, seconds))
             }
+            (Ask::Count { job, seconds }, Some(side)) => runtime.block_on(side.count(job, seconds)),
             (Ask::Beside { large, small, reads }, Some(side)) => {
                 runtime.block_on(side.beside(large, small, reads))
             }
@@ -275,5 +276,18 @@ impl Side {
         }
         let (cpu_s, wall_s) = (own_cpu_s() - cpu, seconds(began.elapsed()));
         Ok(Answer::Timed { seconds: times, cpu_s, wall_s })
+    }
+
+    async fn count(&mut self, job: Job, limit_s: f64) -> Result<Answer, String> {
+        let ids: Vec<Ids> = (0..DRAWS).map(|_| self.draw(&job)).collect();
+        let (mut transfers, began) = (0, Instant::now());
+        for ids in ids.iter().cycle() {
+            self.transfer(&job, ids).await?;
+            transfers += 1;
+            if seconds(began.elapsed()) >= limit_s {
+                break;
+            }
+        }
+        Ok(Answer::Counted { transfers, wall_s: seconds(began.elapsed()) })
     }
 }
