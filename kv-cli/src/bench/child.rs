@@ -5,7 +5,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use super::wire::{Answer, Ask, Job, ProducerAt, Setup};
+use super::wire::{Answer, Ask, Job, MARK, ProducerAt, Setup};
 use crate::error::Failure;
 
 /// For a process to end by itself.
@@ -38,6 +38,25 @@ pub(super) struct Timed {
     pub(super) wall_s: f64,
 }
 
+/// Tells what is marked as an answer from what else is printed, until the output ends.
+fn listen(mut output: impl BufRead, mut answer: impl FnMut(String), mut other: impl FnMut(&str)) {
+    let mut line = vec![];
+    while output.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+        let text = String::from_utf8_lossy(&line);
+        let text = text.trim_end_matches(['\n', '\r']);
+        // Whoever prints besides may have left its line unfinished.
+        let (before, words) =
+            text.split_once(MARK).map_or((text, None), |(before, words)| (before, Some(words)));
+        if words.is_none() || !before.is_empty() {
+            other(before);
+        }
+        if let Some(words) = words {
+            answer(words.to_owned());
+        }
+        line.clear();
+    }
+}
+
 impl Process {
     pub(super) fn start(name: &'static str) -> Result<Self, Failure> {
         let failed = |why: String| Failure::new(format!("start the {name}"), why);
@@ -52,11 +71,8 @@ impl Process {
         let Some(stdout) = child.stdout.take() else { return Err(failed("no output".to_owned())) };
         let (line, answers) = channel();
         std::thread::spawn(move || {
-            for text in BufReader::new(stdout).lines().map_while(Result::ok) {
-                if line.send(text).is_err() {
-                    return;
-                }
-            }
+            // Nobody waits for answers any more if they cannot be sent; what else is printed is still of interest.
+            listen(BufReader::new(stdout), |text| drop(line.send(text)), |text| eprintln!("{text}"));
         });
         Ok(Self { name, child, stdin, answers, limit: Duration::ZERO })
     }
@@ -155,5 +171,19 @@ impl Drop for Process {
             self.child.kill().ok();
             self.child.wait().ok();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_library_prints_is_no_answer() {
+        let output = b"[1700.5] ucp_context.c: INFO\n@@ {\"Failed\":\"a\"}\nno end@@ \"b\"\n\xff\xfe\n@@ \"c\"\r\n@@ last";
+        let (mut answers, mut others) = (vec![], vec![]);
+        listen(&output[..], |text| answers.push(text), |text| others.push(text.to_owned()));
+        assert_eq!(answers, ["{\"Failed\":\"a\"}", "\"b\"", "\"c\"", "last"]);
+        assert_eq!(others, ["[1700.5] ucp_context.c: INFO", "no end", "\u{fffd}\u{fffd}"]);
     }
 }

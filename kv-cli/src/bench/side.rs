@@ -16,7 +16,7 @@ use super::plain;
 use super::pool::Pool;
 use super::shape::{Draws, Shape};
 use super::stats::{own_cpu_s, own_peak_bytes, seconds};
-use super::wire::{Answer, Ask, Job, ProducerAt, Setup, Way};
+use super::wire::{Answer, Ask, Job, MARK, ProducerAt, Setup, Way};
 use crate::error::Failure;
 
 /// A connection on the same machine.
@@ -59,8 +59,9 @@ pub(crate) fn run() -> Result<(), Failure> {
         };
         let text = serde_json::to_string(&answer.unwrap_or_else(Answer::Failed))
             .map_err(|e| Failure::new("put an answer into words", e))?;
-        let mut out = stdout().lock();
-        writeln!(out, "{text}").and_then(|()| out.flush()).map_err(|e| Failure::new("answer", e))?;
+        // At once, so that what others print does not come between.
+        let (mut out, line) = (stdout().lock(), format!("{MARK}{text}\n"));
+        out.write_all(line.as_bytes()).and_then(|()| out.flush()).map_err(|e| Failure::new("answer", e))?;
     }
     if let Some(side) = side {
         runtime.block_on(side.transport.shutdown(END_LIMIT));

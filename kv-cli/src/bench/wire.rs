@@ -1,4 +1,5 @@
-//! What the bench and its two sides say to each other: one JSON object a line, a question and an answer.
+//! What the bench and its two sides say to each other: a question is a JSON object on a line, an answer the same behind
+//! a mark.
 
 use std::time::Duration;
 
@@ -6,6 +7,9 @@ use kv_connector::Config;
 use serde::{Deserialize, Serialize};
 
 use super::shape::Shape;
+
+/// Stands before an answer: a library that a transport uses may print to standard output too, as UCX does.
+pub(super) const MARK: &str = "@@ ";
 
 /// No answer takes longer than this, besides the time that was asked for.
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
