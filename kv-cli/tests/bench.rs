@@ -91,6 +91,7 @@ fn the_json_has_exactly_the_promised_fields() {
                 "peers",
                 "producer_idle_cores",
                 "producer_peak_bytes",
+                "producer_peak_of_row",
                 "producer_pool_bytes",
                 "ratio_slowest_mean",
                 "slowest_gbps",

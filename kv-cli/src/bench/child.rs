@@ -23,7 +23,7 @@ pub(super) struct Process {
     limit: Duration,
 }
 
-/// What a process has used so far.
+/// What a process has used so far; its largest memory since [`Process::forget_peak`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Used {
     pub(super) cpu_s: f64,
@@ -117,6 +117,15 @@ impl Process {
         self.tell(&Ask::Used)?;
         match self.hear()? {
             Answer::Used { cpu_s, peak_bytes } => Ok(Used { cpu_s, peak_bytes }),
+            other => Err(self.strange(&other)),
+        }
+    }
+
+    /// Whether its largest memory counts from now on, and not since its start.
+    pub(super) fn forget_peak(&mut self) -> Result<bool, Failure> {
+        self.tell(&Ask::ForgetPeak)?;
+        match self.hear()? {
+            Answer::PeakForgotten(done) => Ok(done),
             other => Err(self.strange(&other)),
         }
     }

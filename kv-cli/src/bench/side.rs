@@ -15,7 +15,7 @@ use super::pages;
 use super::plain;
 use super::pool::Pool;
 use super::shape::{Draws, Shape};
-use super::stats::{own_cpu_s, own_peak_bytes, seconds};
+use super::stats::{forget_own_peak, own_cpu_s, own_peak_bytes, seconds};
 use super::wire::{Answer, Ask, Job, MARK, ProducerAt, Setup, Way};
 use crate::error::Failure;
 
@@ -46,6 +46,7 @@ pub(crate) fn run() -> Result<(), Failure> {
                 answer
             }),
             (Ask::Used, _) => Ok(Answer::Used { cpu_s: own_cpu_s(), peak_bytes: own_peak_bytes() }),
+            (Ask::ForgetPeak, _) => Ok(Answer::PeakForgotten(forget_own_peak())),
             (Ask::Check(job), Some(side)) => runtime.block_on(side.check(job)),
             (Ask::Time { job, least, most, seconds }, Some(side)) => {
                 runtime.block_on(side.time(job, least, most, seconds))

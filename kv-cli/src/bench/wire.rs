@@ -62,6 +62,8 @@ pub(super) enum Ask {
     Setup(Box<Setup>),
     /// What the process has used.
     Used,
+    /// To forget the largest memory that it has had so far.
+    ForgetPeak,
     /// One transfer, compared byte for byte.
     Check(Job),
     /// Transfers with times: at least `least`, at most `most`, and no more once so many seconds are over.
@@ -88,6 +90,7 @@ impl Ask {
 pub(super) enum Answer {
     Ready { producer: Option<ProducerAt>, lane: String },
     Used { cpu_s: f64, peak_bytes: u64 },
+    PeakForgotten(bool),
     Checked { bad: u64, spilled: u64 },
     Beside { seconds: Vec<f64>, gbps: f64 },
     Timed { seconds: Vec<f64>, cpu_s: f64, wall_s: f64 },
