@@ -185,7 +185,7 @@ fn a_hundred_thousand_blocks_in_one_read_arrive() {
 
 #[test]
 fn what_cannot_be_measured_is_refused_with_a_reason() {
-    let cases: [(&[&str], &str); 12] = [
+    let cases: [(&[&str], &str); 13] = [
         (&["--transport", "pigeon"], "pigeon"),
         (&["--transport", "tcp,"], "transport"),
         (&["--block-bytes", "0"], "zero bytes"),
@@ -194,6 +194,8 @@ fn what_cannot_be_measured_is_refused_with_a_reason() {
         (&["--block-bytes", "64k", "--total-bytes", "4k"], "so few bytes"),
         (&["--blocks", "18446744073709551615"], "pool"),
         (&["--blocks", "1", "--total-bytes", "1m"], "cannot be used with"),
+        // Half of it would not hold 64 blocks of 32 KiB.
+        (&["--pool-bytes", "3m", "--total-bytes", "1m", "--rounds", "1"], "--pool-bytes 3145728"),
         (&["--rounds", "0"], "--rounds 0"),
         (&["--peers", "100000"], "--peers 100000"),
         (&["--peers-row", "--config", "x", "--shapes", "round"], "bulk-64k"),

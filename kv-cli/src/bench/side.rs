@@ -177,12 +177,18 @@ impl Side {
         Ids { remote, local }
     }
 
-    /// Ids of both sides that lie between two places, as far as there are so many.
-    pub(super) fn draw_between(&mut self, shape: Shape, from: u64, to: u64) -> Ids {
+    /// Ids of both sides that lie between two places.
+    pub(super) fn draw_between(&mut self, shape: Shape, from: u64, to: u64) -> Result<Ids, String> {
         let first = from.div_ceil(shape.block_bytes);
         let count = (to / shape.block_bytes).saturating_sub(first);
+        if count < shape.blocks {
+            let Shape { block_bytes, blocks } = shape;
+            return Err(format!(
+                "{blocks} blocks of {block_bytes} bytes between {from} and {to}: {count} fit"
+            ));
+        }
         let mut ids = || self.draws.ids(shape.blocks, count).iter().map(|id| id + first as u32).collect();
-        Ids { remote: ids(), local: ids() }
+        Ok(Ids { remote: ids(), local: ids() })
     }
 
     pub(super) fn pool_bytes(&self) -> u64 {
