@@ -113,6 +113,9 @@ fn what_breaks_nothing_is_not_caught() -> Result<(), Failed> {
     if reports.iter().all(|report| fine(&report.verdict)) { Ok(()) } else { Err(describe(&reports).into()) }
 }
 
+/// What a trial runs.
+type Tried = fn() -> Result<(), Failed>;
+
 /// Tries the cases of one rule, and judges the verdicts of some of them by name.
 fn verdicts(
     harness: &'static dyn Harness,
@@ -192,7 +195,7 @@ fn main() -> ExitCode {
         })
         .collect();
     trials.push(Trial::test("what_breaks_nothing_is_not_caught", what_breaks_nothing_is_not_caught));
-    let particular: [(&str, fn() -> Result<(), Failed>); 4] = [
+    let particular: [(&str, Tried); 4] = [
         ("an_id_that_is_taken_twice_is_caught", an_id_that_is_taken_twice_is_caught),
         (
             "reads_that_all_fail_prove_nothing_of_successful_ones",
