@@ -228,3 +228,13 @@ fn rules_are_numbered_and_the_architecture_stays_short() {
     let architecture = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
     assert!(architecture.lines().count() < 110, "ARCHITECTURE.md stays under two pages");
 }
+
+#[test]
+fn the_example_of_a_transport_is_as_short_as_its_guide_says() {
+    let guide = fs::read_to_string(root().join("docs/write-a-transport.md")).unwrap();
+    assert!(guide.contains("under 200 lines of code"));
+    let example = root().join("kv-testkit/examples/custom_transport/transport.rs");
+    let text = fs::read_to_string(example).unwrap();
+    let code = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("//")).count();
+    assert!(code < 200, "{code} lines are not blank and no comment");
+}

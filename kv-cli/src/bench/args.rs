@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use kv_connector::Config;
 
+use super::beside::POOL_MIN;
 use super::harness::HarnessShape;
 use super::shape::{SMALL, Shape, parse_bytes};
 use crate::error::Failure;
@@ -34,7 +35,7 @@ pub(crate) struct BenchArgs {
     /// Blocks of one transfer, instead of its bytes.
     #[arg(long, value_name = "N", conflicts_with = "total_bytes")]
     blocks: Option<u64>,
-    /// Pool of each side, from which the blocks are drawn at random.
+    /// Pool of each side, from which the blocks are drawn at random; at least 4m.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "512m")]
     pool_bytes: u64,
     /// Consumers that pull from the one producer at the same time, each a process. With more than one, a second
@@ -175,6 +176,10 @@ impl BenchArgs {
         for block_bytes in self.block_bytes.iter().copied() {
             let blocks = self.blocks.unwrap_or(self.total_bytes / block_bytes.max(1));
             shapes.push(fits(Shape { block_bytes, blocks })?);
+        }
+        if self.pool_bytes < POOL_MIN {
+            let why = format!("it must be at least {POOL_MIN}, for small reads beside large ones");
+            return Err(Failure::new(format!("--pool-bytes {}", self.pool_bytes), why));
         }
         SMALL.iter().try_for_each(|(_, shape)| fits(*shape).map(drop))?;
         let seconds = within("peer-seconds", self.peer_seconds, SECONDS_MAX)?;

@@ -31,6 +31,9 @@ pub(super) struct BesideRow {
     pub(super) large_gbps: f64,
 }
 
+/// The half of this that the large reads leave must hold the larger of the small ones.
+pub(super) const POOL_MIN: u64 = 4 << 20;
+
 /// Measures both small shapes.
 pub(super) fn measure(plan: &Plan, name: &str, pair: &mut Pair) -> Result<Vec<BesideRow>, Failure> {
     let blocks = (plan.common.pool_bytes / 2 / LARGE_BLOCK).max(1);
@@ -58,8 +61,10 @@ impl Side {
         let job = |shape| Job { way: Way::Transport, shape, inflight: 1 };
         // The two must not write to the same bytes: the large one has the first part of the pool to itself.
         let edge = large.block_bytes * large.blocks;
-        let mut large_ids: VecDeque<_> = (0..4).map(|_| self.draw_between(large, 0, edge)).collect();
-        let small_ids: Vec<_> = (0..16).map(|_| self.draw_between(small, edge, self.pool_bytes())).collect();
+        let draws = (0..4).map(|_| self.draw_between(large, 0, edge));
+        let mut large_ids = draws.collect::<Result<VecDeque<_>, _>>()?;
+        let draws = (0..16).map(|_| self.draw_between(small, edge, self.pool_bytes()));
+        let small_ids = draws.collect::<Result<Vec<_>, _>>()?;
         let mut large_ops = vec![];
         let (mut times, mut large_reads, began) = (vec![], 0.0, Instant::now());
         for ids in small_ids.iter().cycle().take(reads as usize) {
@@ -90,5 +95,18 @@ impl Side {
             large_ops.retain(|op| *op != ended);
         }
         Ok(Answer::Beside { seconds: times, gbps: large_reads * large.bytes() as f64 / GB / wall_s })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_smallest_pool_holds_any_small_read_beside_a_large_one() {
+        for (label, small) in SMALL {
+            assert!(small.bytes() <= POOL_MIN / 2, "{label}");
+        }
+        assert_eq!(POOL_MIN / 2 % LARGE_BLOCK, 0);
     }
 }

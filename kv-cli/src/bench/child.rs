@@ -5,11 +5,9 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use super::wire::{Answer, Ask, Job, ProducerAt, Setup};
+use super::wire::{Answer, Ask, Job, MARK, ProducerAt, Setup};
 use crate::error::Failure;
 
-/// No answer takes longer than this.
-const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 /// For a process to end by itself.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 /// Between two looks whether it has.
@@ -21,9 +19,11 @@ pub(super) struct Process {
     child: Child,
     stdin: Option<ChildStdin>,
     answers: Receiver<String>,
+    /// For the answer to what was asked last.
+    limit: Duration,
 }
 
-/// What a process has used so far.
+/// What a process has used so far; its largest memory since [`Process::forget_peak`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Used {
     pub(super) cpu_s: f64,
@@ -36,6 +36,25 @@ pub(super) struct Timed {
     pub(super) seconds: Vec<f64>,
     pub(super) cpu_s: f64,
     pub(super) wall_s: f64,
+}
+
+/// Tells what is marked as an answer from what else is printed, until the output ends.
+fn listen(mut output: impl BufRead, mut answer: impl FnMut(String), mut other: impl FnMut(&str)) {
+    let mut line = vec![];
+    while output.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+        let text = String::from_utf8_lossy(&line);
+        let text = text.trim_end_matches(['\n', '\r']);
+        // Whoever prints besides may have left its line unfinished.
+        let (before, words) =
+            text.split_once(MARK).map_or((text, None), |(before, words)| (before, Some(words)));
+        if words.is_none() || !before.is_empty() {
+            other(before);
+        }
+        if let Some(words) = words {
+            answer(words.to_owned());
+        }
+        line.clear();
+    }
 }
 
 impl Process {
@@ -52,13 +71,10 @@ impl Process {
         let Some(stdout) = child.stdout.take() else { return Err(failed("no output".to_owned())) };
         let (line, answers) = channel();
         std::thread::spawn(move || {
-            for text in BufReader::new(stdout).lines().map_while(Result::ok) {
-                if line.send(text).is_err() {
-                    return;
-                }
-            }
+            // Nobody waits for answers any more if they cannot be sent; what else is printed is still of interest.
+            listen(BufReader::new(stdout), |text| drop(line.send(text)), |text| eprintln!("{text}"));
         });
-        Ok(Self { name, child, stdin, answers })
+        Ok(Self { name, child, stdin, answers, limit: Duration::ZERO })
     }
 
     /// Asks, without waiting for the answer.
@@ -66,19 +82,20 @@ impl Process {
         let failed = |why: String| Failure::new(format!("ask the {}", self.name), why);
         let text = serde_json::to_string(ask).map_err(|e| failed(e.to_string()))?;
         let Some(stdin) = &mut self.stdin else { return Err(failed("it was told to end".to_owned())) };
+        self.limit = ask.limit();
         writeln!(stdin, "{text}").and_then(|()| stdin.flush()).map_err(|e| failed(e.to_string()))
     }
 
     /// The next answer.
     pub(super) fn hear(&mut self) -> Result<Answer, Failure> {
         let failed = |why: String| Failure::new(self.name, why);
-        match self.answers.recv_timeout(ANSWER_LIMIT) {
+        match self.answers.recv_timeout(self.limit) {
             Ok(text) => match serde_json::from_str(&text) {
                 Ok(Answer::Failed(why)) => Err(failed(why)),
                 Ok(answer) => Ok(answer),
                 Err(error) => Err(failed(format!("{error}: {text}"))),
             },
-            Err(RecvTimeoutError::Timeout) => Err(failed(format!("no answer within {ANSWER_LIMIT:?}"))),
+            Err(RecvTimeoutError::Timeout) => Err(failed(format!("no answer within {:?}", self.limit))),
             Err(RecvTimeoutError::Disconnected) => Err(failed("it ended".to_owned())),
         }
     }
@@ -100,6 +117,15 @@ impl Process {
         self.tell(&Ask::Used)?;
         match self.hear()? {
             Answer::Used { cpu_s, peak_bytes } => Ok(Used { cpu_s, peak_bytes }),
+            other => Err(self.strange(&other)),
+        }
+    }
+
+    /// Whether its largest memory counts from now on, and not since its start.
+    pub(super) fn forget_peak(&mut self) -> Result<bool, Failure> {
+        self.tell(&Ask::ForgetPeak)?;
+        match self.hear()? {
+            Answer::PeakForgotten(done) => Ok(done),
             other => Err(self.strange(&other)),
         }
     }
@@ -126,6 +152,14 @@ impl Process {
         }
     }
 
+    /// What was asked with [`Ask::Count`]: transfers, and the seconds that they took together.
+    pub(super) fn counted(&mut self) -> Result<(u64, f64), Failure> {
+        match self.hear()? {
+            Answer::Counted { transfers, wall_s } => Ok((transfers, wall_s)),
+            other => Err(self.strange(&other)),
+        }
+    }
+
     /// What was asked with [`Ask::Beside`]: seconds of the small reads, GB/s of the large ones.
     pub(super) fn beside(&mut self) -> Result<(Vec<f64>, f64), Failure> {
         match self.hear()? {
@@ -146,5 +180,19 @@ impl Drop for Process {
             self.child.kill().ok();
             self.child.wait().ok();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_library_prints_is_no_answer() {
+        let output = b"[1700.5] ucp_context.c: INFO\n@@ {\"Failed\":\"a\"}\nno end@@ \"b\"\n\xff\xfe\n@@ \"c\"\r\n@@ last";
+        let (mut answers, mut others) = (vec![], vec![]);
+        listen(&output[..], |text| answers.push(text), |text| others.push(text.to_owned()));
+        assert_eq!(answers, ["{\"Failed\":\"a\"}", "\"b\"", "\"c\"", "last"]);
+        assert_eq!(others, ["[1700.5] ucp_context.c: INFO", "no end", "\u{fffd}\u{fffd}"]);
     }
 }

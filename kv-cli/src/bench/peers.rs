@@ -33,6 +33,8 @@ pub(super) struct PeersRow {
     pub(super) ratio_slowest_mean: f64,
     /// Largest resident memory of the producer, its pool included.
     pub(super) producer_peak_bytes: u64,
+    /// Whether that is of this row alone. Where the system cannot forget a peak, it is since the producer's start.
+    pub(super) producer_peak_of_row: bool,
     pub(super) producer_pool_bytes: u64,
     /// Cores used by the producer while all are connected and nobody asks for anything.
     pub(super) producer_idle_cores: f64,
@@ -80,24 +82,25 @@ pub(super) fn measure(plan: &Plan, config: &Config, progress: &Progress) -> Resu
     for shape in shapes {
         progress.say(&format!("{name}: {} consumers, blocks of {} bytes", plan.peers, shape.block_bytes));
         let job = Job { way: Way::Transport, shape, inflight: plan.common.inflight };
+        let peak_of_row = producer.forget_peak()?;
         // All at once: bytes that go astray between connections would be seen.
         consumers.iter_mut().try_for_each(|consumer| consumer.tell(&Ask::Check(job)))?;
         consumers.iter_mut().try_for_each(|consumer| verified(job, consumer.checked()?))?;
-        let ask = Ask::Time { job, least: 1, most: u64::MAX, seconds: seconds(plan.peer_time) };
+        let ask = Ask::Count { job, seconds: seconds(plan.peer_time) };
         consumers.iter_mut().try_for_each(|consumer| consumer.tell(&ask))?;
         let mut gbps = vec![];
         for consumer in &mut consumers {
-            let timed = consumer.timed()?;
-            gbps.push((shape.bytes() * timed.seconds.len() as u64) as f64 / GB / timed.wall_s.max(1e-9));
+            let (transfers, wall_s) = consumer.counted()?;
+            gbps.push((shape.bytes() * transfers) as f64 / GB / wall_s.max(1e-9));
         }
-        let peak = producer.used()?.peak_bytes;
+        let peak = (producer.used()?.peak_bytes, peak_of_row);
         rows.push(row(plan, name, shape, &gbps, peak, producer_idle_cores));
         progress.step();
     }
     Ok(rows)
 }
 
-fn row(plan: &Plan, name: &str, shape: Shape, gbps: &[f64], peak: u64, idle: f64) -> PeersRow {
+fn row(plan: &Plan, name: &str, shape: Shape, gbps: &[f64], peak: (u64, bool), idle: f64) -> PeersRow {
     let sum: f64 = gbps.iter().sum();
     let mean = sum / gbps.len().max(1) as f64;
     let slowest = gbps.iter().copied().fold(f64::INFINITY, f64::min);
@@ -111,7 +114,8 @@ fn row(plan: &Plan, name: &str, shape: Shape, gbps: &[f64], peak: u64, idle: f64
         fastest_gbps: gbps.iter().copied().fold(0.0, f64::max),
         sum_gbps: sum,
         ratio_slowest_mean: if mean > 0.0 { slowest / mean } else { 0.0 },
-        producer_peak_bytes: peak,
+        producer_peak_bytes: peak.0,
+        producer_peak_of_row: peak.1,
         producer_pool_bytes: plan.common.pool_bytes,
         producer_idle_cores: idle,
     }
@@ -140,7 +144,7 @@ mod tests {
             json: false,
         };
         let shape = Shape { block_bytes: 4096, blocks: 4 };
-        let row = row(&plan, "tcp", shape, &[1.0, 2.0, 3.0], 5, 0.25);
+        let row = row(&plan, "tcp", shape, &[1.0, 2.0, 3.0], (5, true), 0.25);
         assert_eq!((row.slowest_gbps, row.mean_gbps, row.fastest_gbps, row.sum_gbps), (1.0, 2.0, 3.0, 6.0));
         assert_eq!((row.ratio_slowest_mean, row.transfer_bytes, row.producer_idle_cores), (0.5, 16384, 0.25));
     }

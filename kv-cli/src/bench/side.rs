@@ -15,8 +15,8 @@ use super::pages;
 use super::plain;
 use super::pool::Pool;
 use super::shape::{Draws, Shape};
-use super::stats::{own_cpu_s, own_peak_bytes, seconds};
-use super::wire::{Answer, Ask, Job, ProducerAt, Setup, Way};
+use super::stats::{forget_own_peak, own_cpu_s, own_peak_bytes, seconds};
+use super::wire::{Answer, Ask, Job, MARK, ProducerAt, Setup, Way};
 use crate::error::Failure;
 
 /// A connection on the same machine.
@@ -46,10 +46,12 @@ pub(crate) fn run() -> Result<(), Failure> {
                 answer
             }),
             (Ask::Used, _) => Ok(Answer::Used { cpu_s: own_cpu_s(), peak_bytes: own_peak_bytes() }),
+            (Ask::ForgetPeak, _) => Ok(Answer::PeakForgotten(forget_own_peak())),
             (Ask::Check(job), Some(side)) => runtime.block_on(side.check(job)),
             (Ask::Time { job, least, most, seconds }, Some(side)) => {
                 runtime.block_on(side.time(job, least, most, seconds))
             }
+            (Ask::Count { job, seconds }, Some(side)) => runtime.block_on(side.count(job, seconds)),
             (Ask::Beside { large, small, reads }, Some(side)) => {
                 runtime.block_on(side.beside(large, small, reads))
             }
@@ -58,8 +60,9 @@ pub(crate) fn run() -> Result<(), Failure> {
         };
         let text = serde_json::to_string(&answer.unwrap_or_else(Answer::Failed))
             .map_err(|e| Failure::new("put an answer into words", e))?;
-        let mut out = stdout().lock();
-        writeln!(out, "{text}").and_then(|()| out.flush()).map_err(|e| Failure::new("answer", e))?;
+        // At once, so that what others print does not come between.
+        let (mut out, line) = (stdout().lock(), format!("{MARK}{text}\n"));
+        out.write_all(line.as_bytes()).and_then(|()| out.flush()).map_err(|e| Failure::new("answer", e))?;
     }
     if let Some(side) = side {
         runtime.block_on(side.transport.shutdown(END_LIMIT));
@@ -174,12 +177,18 @@ impl Side {
         Ids { remote, local }
     }
 
-    /// Ids of both sides that lie between two places, as far as there are so many.
-    pub(super) fn draw_between(&mut self, shape: Shape, from: u64, to: u64) -> Ids {
+    /// Ids of both sides that lie between two places.
+    pub(super) fn draw_between(&mut self, shape: Shape, from: u64, to: u64) -> Result<Ids, String> {
         let first = from.div_ceil(shape.block_bytes);
         let count = (to / shape.block_bytes).saturating_sub(first);
+        if count < shape.blocks {
+            let Shape { block_bytes, blocks } = shape;
+            return Err(format!(
+                "{blocks} blocks of {block_bytes} bytes between {from} and {to}: {count} fit"
+            ));
+        }
         let mut ids = || self.draws.ids(shape.blocks, count).iter().map(|id| id + first as u32).collect();
-        Ids { remote: ids(), local: ids() }
+        Ok(Ids { remote: ids(), local: ids() })
     }
 
     pub(super) fn pool_bytes(&self) -> u64 {
@@ -275,5 +284,18 @@ impl Side {
         }
         let (cpu_s, wall_s) = (own_cpu_s() - cpu, seconds(began.elapsed()));
         Ok(Answer::Timed { seconds: times, cpu_s, wall_s })
+    }
+
+    async fn count(&mut self, job: Job, limit_s: f64) -> Result<Answer, String> {
+        let ids: Vec<Ids> = (0..DRAWS).map(|_| self.draw(&job)).collect();
+        let (mut transfers, began) = (0, Instant::now());
+        for ids in ids.iter().cycle() {
+            self.transfer(&job, ids).await?;
+            transfers += 1;
+            if seconds(began.elapsed()) >= limit_s {
+                break;
+            }
+        }
+        Ok(Answer::Counted { transfers, wall_s: seconds(began.elapsed()) })
     }
 }

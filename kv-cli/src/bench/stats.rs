@@ -48,12 +48,17 @@ pub(super) fn own_cpu_s() -> f64 {
     used.tv_sec as f64 + used.tv_nsec as f64 / 1e9
 }
 
-/// Largest resident memory of this process so far, in bytes; zero where the system does not tell.
+/// Largest resident memory of this process since [`forget_own_peak`], in bytes; zero where the system does not tell.
 pub(super) fn own_peak_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
     let kib = line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap_or(0);
     kib.saturating_mul(1024)
+}
+
+/// Lets [`own_peak_bytes`] count from now on. Whether the system can do that; if not, it counts since the start.
+pub(super) fn forget_own_peak() -> bool {
+    std::fs::write("/proc/self/clear_refs", "5").is_ok()
 }
 
 /// CPU seconds that the whole machine was busy so far; `None` where the system does not tell.
@@ -94,6 +99,17 @@ mod tests {
         assert_eq!(busy_ticks("cpu  1 2 3 100 100 4 5 100 0 0"), Some(15));
         assert_eq!(busy_ticks("cpu  1 2"), None);
         assert_eq!(busy_ticks("intr 5"), None);
+    }
+
+    #[test]
+    fn a_peak_that_was_forgotten_does_not_come_back() {
+        const BYTES: usize = 64 << 20;
+        drop(std::hint::black_box(vec![1u8; BYTES]));
+        let before = own_peak_bytes();
+        let forgotten = forget_own_peak();
+        let after = own_peak_bytes();
+        assert!(before > BYTES as u64 && after > 0, "{before}, {after}");
+        assert_eq!(forgotten, after < before - BYTES as u64 / 2, "{before}, {after}");
     }
 
     #[test]

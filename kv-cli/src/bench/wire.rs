@@ -1,9 +1,18 @@
-//! What the bench and its two sides say to each other: one JSON object a line, a question and an answer.
+//! What the bench and its two sides say to each other: a question is a JSON object on a line, an answer the same behind
+//! a mark.
+
+use std::time::Duration;
 
 use kv_connector::Config;
 use serde::{Deserialize, Serialize};
 
 use super::shape::Shape;
+
+/// Stands before an answer: a library that a transport uses may print to standard output too, as UCX does.
+pub(super) const MARK: &str = "@@ ";
+
+/// No answer takes longer than this, besides the time that was asked for.
+const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 
 /// What a side is to be.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -53,12 +62,27 @@ pub(super) enum Ask {
     Setup(Box<Setup>),
     /// What the process has used.
     Used,
+    /// To forget the largest memory that it has had so far.
+    ForgetPeak,
     /// One transfer, compared byte for byte.
     Check(Job),
     /// Transfers with times: at least `least`, at most `most`, and no more once so many seconds are over.
     Time { job: Job, least: u64, most: u64, seconds: f64 },
+    /// Transfers until so many seconds are over, and at least one; only counted, since there can be any number of them.
+    Count { job: Job, seconds: f64 },
     /// So many small reads with times, while a large one is always under way.
     Beside { large: Shape, small: Shape, reads: u64 },
+}
+
+impl Ask {
+    /// After how long it is given up if there is no answer.
+    pub(super) fn limit(&self) -> Duration {
+        let asked = match self {
+            Self::Time { seconds, .. } | Self::Count { seconds, .. } => *seconds,
+            _ => 0.0,
+        };
+        ANSWER_LIMIT.saturating_add(Duration::try_from_secs_f64(asked).unwrap_or_default())
+    }
 }
 
 /// What a side answers.
@@ -66,8 +90,25 @@ pub(super) enum Ask {
 pub(super) enum Answer {
     Ready { producer: Option<ProducerAt>, lane: String },
     Used { cpu_s: f64, peak_bytes: u64 },
+    PeakForgotten(bool),
     Checked { bad: u64, spilled: u64 },
     Beside { seconds: Vec<f64>, gbps: f64 },
     Timed { seconds: Vec<f64>, cpu_s: f64, wall_s: f64 },
+    Counted { transfers: u64, wall_s: f64 },
     Failed(String),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_may_take_as_long_as_was_asked_for() {
+        let shape = Shape { block_bytes: 4096, blocks: 1 };
+        let job = Job { way: Way::Transport, shape, inflight: 1 };
+        let hour = Ask::Count { job, seconds: 3600.0 };
+        assert_eq!(hour.limit(), Duration::from_secs(3900));
+        assert_eq!(Ask::Time { job, least: 1, most: 9, seconds: 3.0 }.limit(), Duration::from_secs(303));
+        assert_eq!((Ask::Check(job).limit(), Ask::Used.limit()), (ANSWER_LIMIT, ANSWER_LIMIT));
+    }
 }

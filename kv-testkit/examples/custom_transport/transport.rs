@@ -64,10 +64,8 @@ impl Endpoint {
         let (far, _) =
             self.peers.get(&request.peer).ok_or(TransportError::UnknownPeer { peer: request.peer })?;
         request.check(|region| Some(self.regions.get(&region)?.0.clone()))?;
-        for part in &request.parts {
-            unpack(part.key.as_bytes(), b'k').ok_or(TransportError::BadKey { transport: NAME })?;
-        }
-        Ok(*far)
+        let keys = request.parts.iter().all(|part| unpack(part.key.as_bytes(), b'k').is_some());
+        keys.then_some(*far).ok_or(TransportError::BadKey { transport: NAME })
     }
 }
 
@@ -109,11 +107,10 @@ impl Table {
         while let Some(peer) = self.0.get(&id).and_then(|endpoint| endpoint.peers.keys().next().copied()) {
             self.part(id, peer, LossReason::Closed);
         }
-        if let Some(endpoint) = self.0.get_mut(&id) {
-            endpoint.closed = true;
-            endpoint.regions.clear();
-            endpoint.news.notify_one();
-        }
+        let Some(endpoint) = self.0.get_mut(&id) else { return };
+        endpoint.closed = true;
+        endpoint.regions.clear();
+        endpoint.news.notify_one();
     }
 }
 
@@ -159,9 +156,8 @@ impl Transport for Inproc {
     }
 
     fn key(&self, region: RegionId) -> Result<RegionKey, TransportError> {
-        let mut table = table();
-        let (_, nonce) =
-            table.open(self.0)?.regions.get(&region).ok_or(TransportError::UnknownRegion { region })?;
+        let unknown = TransportError::UnknownRegion { region };
+        let nonce = table().open(self.0)?.regions.get(&region).ok_or(unknown)?.1;
         RegionKey::from_bytes([&b"k"[..], &nonce.to_le_bytes()].concat())
     }
 

@@ -6,20 +6,21 @@ use std::time::Duration;
 use kv_transport::{Event, OpId, PeerId, ReadPart, ReadRequest, RegionId, TransportError};
 
 use super::bench::{Bench, Node, Place, Source, fill, is_filled, pattern, range};
-use super::case::{Outcome, broken, cases, check};
+use super::case::{End, Outcome, broken, cases, check};
 
 cases!(T1:
     t1_every_read_completes_exactly_once,
     t1_reads_in_flight_at_shutdown_complete_exactly_once,
     t1_reads_from_many_threads_complete_exactly_once,
     t1_an_id_in_flight_is_refused,
+    t1_an_id_of_a_held_read_is_refused,
     t1_an_id_is_free_after_its_completion,
     t1_a_refused_read_changes_nothing,
     t1_refused_calls_tell_nothing,
 );
 
 /// How often each read completed, of all events that a node has.
-fn completions(node: &Node) -> Result<BTreeMap<OpId, u32>, super::case::End> {
+fn completions(node: &Node) -> Result<BTreeMap<OpId, u32>, End> {
     let mut counts = BTreeMap::new();
     for event in node.drain()? {
         if let Event::ReadCompleted { op, .. } = event {
@@ -125,6 +126,22 @@ fn t1_reads_from_many_threads_complete_exactly_once(bench: &Bench) -> Outcome {
     Ok(())
 }
 
+/// Submits a read whose id an earlier one has. Whether it was refused; if not, the earlier one was over before, and now
+/// there are two completions.
+fn submit_again(node: &Node, again: ReadRequest) -> Result<bool, End> {
+    let op = again.op;
+    match node.transport.read(again) {
+        Err(TransportError::DuplicateOp { op: named }) if named == op => Ok(true),
+        Err(error) => Err(broken!(T1, "an id in flight is refused as: {error}")),
+        Ok(()) => {
+            // A read is in flight until its completion can be taken, so that is not waited for.
+            let over = node.completed_within(op, Duration::ZERO);
+            check!(T1, over.is_some(), "an id in flight was taken a second time");
+            Ok(false)
+        }
+    }
+}
+
 fn t1_an_id_in_flight_is_refused(bench: &Bench) -> Outcome {
     let pair = bench.pair()?;
     let source = bench.offer(&pair.server, pattern(8 << 20, 1))?;
@@ -134,23 +151,39 @@ fn t1_an_id_in_flight_is_refused(bench: &Bench) -> Outcome {
         fill(&second.memory, turn as u8)?;
         let op = pair.client.read(pair.peer, &source.key, first.region, vec![range(0, 0, 8 << 20)])?;
         let again = pair.client.request(op, pair.peer, &source.key, second.region, vec![range(0, 0, 4096)]);
-        match pair.client.transport.read(again) {
-            Err(TransportError::DuplicateOp { op: named }) if named == op => {
-                refusals += 1;
-                pair.client.completion(op)?;
-                check!(T1, is_filled(&second.memory, turn as u8), "a refused read wrote");
-            }
-            Err(error) => return Err(broken!(T1, "an id in flight is refused as: {error}")),
-            // Fair only if the first was over: then both completions come, the first of them at once.
-            Ok(()) => {
-                let first = pair.client.completed_within(op, Duration::from_millis(5));
-                check!(T1, first.is_some(), "an id in flight was taken a second time");
-                pair.client.completion(op)?;
-            }
+        let refused = submit_again(&pair.client, again)?;
+        pair.client.completion(op)?;
+        if refused {
+            refusals += 1;
+            check!(T1, is_filled(&second.memory, turn as u8), "a refused read wrote");
         }
     }
     let extra = completions(&pair.client)?;
     check!(T1, extra.is_empty(), "completions that nobody waits for: {extra:?}, after {refusals} refusals");
+    if refusals == 0 {
+        return Err(End::Cannot("every read was over before its id could be used again".into()));
+    }
+    Ok(())
+}
+
+fn t1_an_id_of_a_held_read_is_refused(bench: &Bench) -> Outcome {
+    let mut away = bench.away_two_sided()?;
+    let second = bench.place(&away.node, 4096)?;
+    away.remote.stop()?;
+    let (_place, op) = away.read(bench, away.node.patient())?;
+    for _ in 0..3 {
+        let again = away.node.request(op, away.peer, &away.key, second.region, vec![range(0, 0, 4096)]);
+        if !submit_again(&away.node, again)? {
+            // It claims nothing, and did not need the peer this time.
+            return Err(End::Cannot("a read of a stopped peer was not held".into()));
+        }
+    }
+    away.remote.resume()?;
+    let outcome = away.node.completion(op)?;
+    check!(T1, outcome.result == Ok(()), "beside refused reads, the first ended with {:?}", outcome.result);
+    let extra = completions(&away.node)?;
+    check!(T1, extra.is_empty(), "refused reads completed: {extra:?}");
+    check!(T1, is_filled(&second.memory, super::bench::OLD), "a refused read wrote");
     Ok(())
 }
 

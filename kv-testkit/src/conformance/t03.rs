@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use kv_transport::{OpId, ReadError, ReadLimits};
+use kv_transport::{OpId, ReadLimits};
 
 use super::bench::{Bench, Node, Pair, Place, contents, fill, is_filled, pattern, range};
 use super::case::{End, Outcome, broken, cases, check};
@@ -27,6 +27,19 @@ const BYTES: usize = 2 << 20;
 const PLACES: usize = 8;
 /// How long places are looked at when all is over.
 const WATCH: Duration = Duration::from_millis(200);
+
+/// What the next owner of a place writes: never zero, and another byte from turn to turn.
+fn mark(turn: u32) -> u8 {
+    (turn % 250) as u8 + 1
+}
+
+/// Where every read was over too early, nothing was tried.
+fn check_tried(early: u32) -> Outcome {
+    match early {
+        0 => Err(End::Cannot("every read was over before it could be ended".into())),
+        _ => Ok(()),
+    }
+}
 
 /// Places whose owners have changed, and what the owners wrote.
 #[derive(Default)]
@@ -86,17 +99,14 @@ fn end_early(
         end(&pair.client, op, &mut dice)?;
         let outcome = pair.client.cancelled(op)?;
         early += u32::from(outcome.result.is_err());
-        watch.give_away(place, (turn % 250) as u8 + 1)?;
+        watch.give_away(place, mark(turn))?;
     }
     // What comes behind on the same connection: when it is here, so is all that was before it.
     pair.client.works(bench, pair.peer, &source)?;
     watch.watch()?;
     pair.client.shutdown()?;
     watch.watch()?;
-    if early == 0 {
-        return Err(End::Cannot("every read was over before it could be ended".into()));
-    }
-    Ok(())
+    check_tried(early)
 }
 
 fn t3_cancelled_read_writes_nothing_later(bench: &Bench) -> Outcome {
@@ -143,13 +153,13 @@ fn t3_stalled_read_of_a_peer_that_goes_on_writes_nothing_later(bench: &Bench) ->
             // It claims nothing, and did not need the peer this time.
             return Err(End::Cannot("a read of a stopped peer was not held".into()));
         }
-        watch.give_away(place, turn as u8 + 1)?;
+        watch.give_away(place, mark(turn))?;
         // It answers now what was asked long ago, then this.
         away.remote.resume()?;
         let (other, op) = away.read(bench, away.node.patient())?;
         away.node.completion(op)?;
         watch.check()?;
-        watch.give_away(other, turn as u8 + 101)?;
+        watch.give_away(other, mark(turn + 100))?;
         if watch.0.len() > PLACES {
             watch.0.drain(..2);
         }
@@ -162,22 +172,22 @@ fn t3_the_next_read_into_a_cancelled_ones_place_is_whole(bench: &Bench) -> Outco
     let sources =
         [bench.offer(&pair.server, pattern(BYTES, 1))?, bench.offer(&pair.server, pattern(BYTES, 2))?];
     let place = bench.place(&pair.client, BYTES)?;
-    let (mut dice, whole) = (Dice::new(4), vec![range(0, 0, BYTES as u64)]);
+    let (mut dice, mut early, whole) = (Dice::new(4), 0, vec![range(0, 0, BYTES as u64)]);
     for turn in 0..bench.repeats {
         let op = pair.client.read(pair.peer, &sources[0].key, place.region, whole.clone())?;
         wait_a_moment(&mut dice);
         pair.client.transport.cancel(op);
-        pair.client.cancelled(op)?;
+        early += u32::from(pair.client.cancelled(op)?.result.is_err());
         let outcome = pair.client.fetch(pair.peer, &sources[1].key, place.region, whole.clone())?;
         check!(T3, outcome.result == Ok(()), "the next read ended with {:?}", outcome.result);
         check!(T3, contents(&place.memory) == sources[1].bytes, "turn {turn}: bytes of the read before");
     }
-    Ok(())
+    check_tried(early)
 }
 
 /// Big reads from one pair whose connection `sever` ends at a moment of chance.
 fn sever(bench: &Bench, times: u32, sever: impl Fn(&Pair) -> Outcome) -> Outcome {
-    let mut watch = Watch::default();
+    let (mut watch, mut early) = (Watch::default(), 0);
     for turn in 0..times {
         let pair = bench.pair()?;
         let source = bench.offer(&pair.server, pattern(BYTES, 1))?;
@@ -191,7 +201,7 @@ fn sever(bench: &Bench, times: u32, sever: impl Fn(&Pair) -> Outcome) -> Outcome
         wait_a_moment(&mut Dice::new(u64::from(turn)));
         sever(&pair)?;
         for (index, (op, place)) in reads.into_iter().enumerate() {
-            pair.client.completion(op)?;
+            early += u32::from(pair.client.completion(op)?.result.is_err());
             watch.give_away(place, (turn % 60) as u8 * 4 + index as u8)?;
         }
         watch.check()?;
@@ -199,7 +209,8 @@ fn sever(bench: &Bench, times: u32, sever: impl Fn(&Pair) -> Outcome) -> Outcome
             watch.0.drain(..3);
         }
     }
-    watch.watch()
+    watch.watch()?;
+    check_tried(early)
 }
 
 fn t3_disconnected_read_writes_nothing_later(bench: &Bench) -> Outcome {
@@ -214,26 +225,28 @@ fn t3_read_from_a_peer_that_shuts_down_writes_nothing_later(bench: &Bench) -> Ou
 }
 
 fn t3_read_from_a_killed_peer_writes_nothing_later(bench: &Bench) -> Outcome {
-    let mut watch = Watch::default();
+    let (mut watch, mut early) = (Watch::default(), 0);
     for turn in 0..bench.repeats.div_ceil(10) {
         let mut away = bench.away()?;
         let (place, op) = away.read_all(bench)?;
         away.remote.kill()?;
         let outcome = away.node.completed_within(op, away.node.patience);
-        outcome.ok_or_else(|| broken!(T6, "the read from a killed peer does not end"))?;
-        watch.give_away(place, turn as u8 + 1)?;
+        let outcome = outcome.ok_or_else(|| broken!(T6, "the read from a killed peer does not end"))?;
+        early += u32::from(outcome.result.is_err());
+        watch.give_away(place, mark(turn))?;
         watch.check()?;
         if watch.0.len() > 2 {
             watch.0.remove(0);
         }
     }
-    watch.watch()
+    watch.watch()?;
+    check_tried(early)
 }
 
 fn t3_read_over_a_cut_link_writes_nothing_later(bench: &Bench) -> Outcome {
     let (server, client) = (bench.node()?, bench.node()?);
     let source = bench.offer(&server, pattern(8 * BYTES, 1))?;
-    let mut watch = Watch::default();
+    let (mut watch, mut early) = (Watch::default(), 0);
     for turn in 0..bench.repeats.div_ceil(4) {
         let mut link = bench.harness.link(&server.transport.address())?;
         let peer = client.connect(&link.address())?;
@@ -242,14 +255,16 @@ fn t3_read_over_a_cut_link_writes_nothing_later(bench: &Bench) -> Outcome {
         wait_a_moment(&mut Dice::new(u64::from(turn)));
         link.cut()?;
         let outcome = client.completed_within(op, client.patience);
-        outcome.ok_or_else(|| broken!(T6, "a read over a cut link does not end"))?;
-        watch.give_away(place, (turn % 250) as u8 + 1)?;
+        let outcome = outcome.ok_or_else(|| broken!(T6, "a read over a cut link does not end"))?;
+        early += u32::from(outcome.result.is_err());
+        watch.give_away(place, mark(turn))?;
         watch.check()?;
         if watch.0.len() > 2 {
             watch.0.remove(0);
         }
     }
-    watch.watch()
+    watch.watch()?;
+    check_tried(early)
 }
 
 fn t3_successful_read_writes_nothing_later(bench: &Bench) -> Outcome {
@@ -263,8 +278,23 @@ fn t3_successful_read_writes_nothing_later(bench: &Bench) -> Outcome {
         };
         let ranges = (0..64).map(|i| range((63 - i) << 15, i << 15, 1 << 15)).collect();
         let outcome = pair.client.fetch(pair.peer, &source.key, place.region, ranges)?;
-        check!(T2, outcome.result != Err(ReadError::Cancelled), "a read was cancelled that nobody cancelled");
-        watch.give_away(place, (turn % 250) as u8 + 1)?;
+        check!(T2, outcome.result == Ok(()), "a good read ended with {:?}", outcome.result);
+        watch.give_away(place, mark(turn))?;
     }
     watch.watch()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owners_write_other_bytes_from_turn_to_turn_however_many_there_are() {
+        for turn in [0, 149, 155, 249, 254, 255, 100_000] {
+            assert!(
+                mark(turn) > 0 && mark(turn) != mark(turn + 1) && mark(turn) != mark(turn + 100),
+                "{turn}"
+            );
+        }
+    }
 }
