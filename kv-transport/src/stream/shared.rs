@@ -507,4 +507,35 @@ mod tests {
         assert_eq!(shared.next_event().await, Some(Event::PeerLost { peer, reason }));
         assert_eq!(shared.next_event().await, None);
     }
+
+    #[tokio::test]
+    async fn t3_t6_a_peer_is_lost_when_the_last_of_its_connections_has_ended() {
+        let shared = Shared::new(TcpConfig::default().limits(), None);
+        let first = shared.accepted(None).unwrap();
+        let peer = first.peer;
+        let mut second = shared.join(peer).unwrap();
+        let region = shared.register(Memory::allocate(4 << 20).unwrap(), 1).unwrap();
+        let range = crate::contract::ReadRange { remote_offset: 0, local_offset: 0, len: 4 << 20 };
+        let part = ReadPart { key: shared.key(region).unwrap(), region, ranges: vec![range] };
+        let limits = ReadLimits { total: Duration::from_secs(9), stall: Duration::from_secs(9) };
+        shared.read(ReadRequest { op: OpId(1), peer, parts: vec![part], limits }).unwrap();
+        assert_eq!(shared.next_event().await, Some(Event::Accepted { peer }));
+
+        let arrived = HashMap::from([(OpId(1), vec![(0, 4 << 20)])]);
+        shared.leave(peer, LossReason::Silent, arrived);
+        // The other may still be writing: it is told to end, and nothing is told of it.
+        assert!(shared.lock().events.is_empty());
+        assert!(matches!(second.commands.try_recv(), Ok(Command::Read(_))));
+        assert!(matches!(second.commands.try_recv(), Ok(Command::Close(_))));
+        assert_eq!(shared.send(peer, vec![]), Err(TransportError::UnknownPeer { peer }));
+        assert!(shared.join(peer).is_none());
+
+        shared.leave(peer, LossReason::Closed, HashMap::new());
+        let Some(Event::ReadCompleted { op: OpId(1), outcome }) = shared.next_event().await else { panic!() };
+        assert_eq!(outcome.result, Err(ReadError::PeerLost(LossReason::Silent)));
+        assert!(outcome.arrived.is_all(), "{:?}", outcome.arrived);
+        let reason = LossReason::Silent;
+        assert_eq!(shared.next_event().await, Some(Event::PeerLost { peer, reason }));
+        shared.deregister(region).unwrap();
+    }
 }
