@@ -48,12 +48,38 @@ async fn quiet(of: &TcpTransport) {
     assert!(early.is_err(), "too early: {early:?}");
 }
 
+fn endpoint() -> TcpTransport {
+    let config =
+        TcpConfig { chunk_max_bytes: CHUNK as u32, staging_bytes: 8 * CHUNK, ..TcpConfig::default() };
+    TcpTransport::bind(config).unwrap()
+}
+
+/// The first bytes of a region into the first of another.
+fn request(op: u64, peer: PeerId, key: &RegionKey, region: RegionId, len: usize) -> ReadRequest {
+    let range = ReadRange { remote_offset: 0, local_offset: 0, len: len as u64 };
+    let parts = vec![ReadPart { key: key.clone(), region, ranges: vec![range] }];
+    let limits = ReadLimits { total: LIMIT, stall: LIMIT };
+    ReadRequest { op: OpId(op), peer, parts, limits }
+}
+
+/// Registers memory and says how peers name it.
+fn offer(of: &TcpTransport, memory: &Memory) -> RegionKey {
+    of.key(of.register(memory.clone()).unwrap()).unwrap()
+}
+
+/// Waits until nothing more is asked of a device.
+fn settled(device: &HostDevice) {
+    loop {
+        let (before, _) = device.copies();
+        if !device.wait_for(2 * MOMENT, |started, _| started > before) {
+            return;
+        }
+    }
+}
+
 impl Ends {
     async fn new() -> Self {
-        let config =
-            TcpConfig { chunk_max_bytes: CHUNK as u32, staging_bytes: 8 * CHUNK, ..TcpConfig::default() };
-        let (server, client) =
-            (TcpTransport::bind(config.clone()).unwrap(), TcpTransport::bind(config).unwrap());
+        let (server, client) = (endpoint(), endpoint());
         let (there, here) = (HostDevice::new().unwrap(), HostDevice::new().unwrap());
         let (source, into) = (there.allocate(BYTES).unwrap(), here.allocate(BYTES).unwrap());
         source.write(0, &bytes()).unwrap();
@@ -309,4 +335,72 @@ async fn t9_a_region_that_goes_while_it_is_copied_is_not_read() {
         other => panic!("{other:?}"),
     }
     assert!(contents(&into.1).iter().all(|byte| *byte == OLD), "bytes of a region that is gone");
+}
+
+/// A read whose copy into the device hangs, and one into host memory that waits for the source: `leave` ends the connection.
+async fn a_lost_peer_ends_what_no_copy_holds(reason: LossReason, leave: impl AsyncFnOnce(&Ends)) {
+    let ends = Ends::new().await;
+    let near = Memory::allocate(BYTES).unwrap();
+    let plain = ends.client.register(near.clone()).unwrap();
+    let (before, _) = ends.here.copies();
+    ends.here.hold();
+    ends.client.read(request(1, ends.peer, &ends.key, ends.into.0, CHUNK)).unwrap();
+    assert!(ends.here.wait_for(LIMIT, |started, _| started > before));
+    ends.there.hold();
+    ends.client.read(request(2, ends.peer, &ends.key, plain, BYTES)).unwrap();
+    settled(&ends.there);
+    leave(&ends).await;
+    let lost = Err(ReadError::PeerLost(reason.clone()));
+    assert_eq!(ends.completed(2).await.result, lost);
+    // Its destination is free at once, and nothing more is accepted.
+    ends.client.deregister(plain).unwrap();
+    let unknown = TransportError::UnknownPeer { peer: ends.peer };
+    let refused = ends.client.read(request(3, ends.peer, &ends.key, ends.into.0, 8)).unwrap_err();
+    assert_eq!(refused, unknown);
+    assert_eq!(ends.client.send(ends.peer, vec![1]), Err(unknown.clone()));
+    assert_eq!(ends.client.disconnect(ends.peer), Err(unknown));
+    // The loss is told after the last completion, and that comes after the copy.
+    ends.client.cancel(OpId(1));
+    quiet(&ends.client).await;
+    ends.here.release();
+    assert_eq!(ends.completed(1).await.result, lost);
+    assert_eq!(event(&ends.client).await, Event::PeerLost { peer: ends.peer, reason });
+    ends.there.release();
+}
+
+#[tokio::test]
+async fn t6_a_lost_peer_ends_what_no_copy_holds() {
+    let leave = async |ends: &Ends| ends.server.shutdown(LIMIT).await;
+    a_lost_peer_ends_what_no_copy_holds(LossReason::ClosedByPeer, leave).await;
+}
+
+#[tokio::test]
+async fn t6_a_peer_let_go_of_ends_what_no_copy_holds() {
+    let leave = async |ends: &Ends| ends.client.disconnect(ends.peer).unwrap();
+    a_lost_peer_ends_what_no_copy_holds(LossReason::Disconnected, leave).await;
+}
+
+#[tokio::test]
+async fn t2_a_read_does_not_succeed_before_its_last_copy_does() {
+    let ends = Ends::new().await;
+    // One range a chunk, so that what arrived can be told from what did not.
+    let count = (BYTES / CHUNK) as u64;
+    let ranges: Vec<_> = (0..count)
+        .map(|i| {
+            let offset = (count - 1 - i) * CHUNK as u64;
+            ReadRange { remote_offset: offset, local_offset: offset, len: CHUNK as u64 }
+        })
+        .collect();
+    // Copies are behind the bytes, so that the last chunk has come when the first ones are done.
+    ends.here.delay(Duration::from_millis(2));
+    ends.here.fail_after(count - 1);
+    let parts = vec![ReadPart { key: ends.key.clone(), region: ends.into.0, ranges }];
+    let limits = ReadLimits { total: LIMIT, stall: LIMIT };
+    ends.client.read(ReadRequest { op: OpId(1), peer: ends.peer, parts, limits }).unwrap();
+    let outcome = ends.completed(1).await;
+    assert!(matches!(outcome.result, Err(ReadError::Device(DeviceError::Failed { .. }))), "{outcome:?}");
+    assert_eq!(outcome.arrived.count() as u64, count - 1);
+    ends.here.delay(Duration::ZERO);
+    ends.works(2).await;
+    ends.end();
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::socket::Socket;
 use tokio::io::Interest;
-use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
 use super::commands::{AcceptedRead, Command, after};
@@ -37,7 +37,11 @@ pub(crate) struct Connection {
     serve: Serve,
     writer: Writer,
     reason: Option<LossReason>,
+    mail: UnboundedSender<Command>,
 }
+
+/// The end of a task that does not say why.
+const UNKNOWN: LossReason = LossReason::Broken { kind: std::io::ErrorKind::Other, code: None };
 
 impl Connection {
     pub(crate) fn new(shared: Arc<Shared>, peer: PeerId, commands: UnboundedReceiver<Command>) -> Self {
@@ -47,10 +51,11 @@ impl Connection {
             peer,
             commands,
             reads: Reads::new(Arc::clone(&shared), mail.clone(), Arc::clone(&shortcut)),
-            serve: Serve::new(shared.config.serve_limits(), mail),
+            serve: Serve::new(shared.config.serve_limits(), mail.clone()),
             writer: Writer::new(Arc::clone(&shared), peer, shortcut),
             shared,
             reason: None,
+            mail,
         }
     }
 
@@ -67,8 +72,22 @@ impl Connection {
         self.settle().await;
     }
 
-    /// Reads end with their peer, but not before the copies into their destinations (rule T-3).
+    /// Reads end with their peer, but not before the copies into their destinations (rule T-3). Those that no copy is made for
+    /// end at once, and nothing new is accepted.
     async fn settle(&mut self) {
+        if self.reads.copying() == 0 {
+            return;
+        }
+        let reason = self.reason.clone().unwrap_or(UNKNOWN);
+        let error = self.shared.leave(self.peer, reason);
+        // Others want what waits to be sent to nobody.
+        self.serve = Serve::new(self.shared.config.serve_limits(), self.mail.clone());
+        self.writer.abandon();
+        let (mut arrived, copying) = self.reads.leave(&error);
+        if let Some(local) = &self.shared.local {
+            arrived.extend(local.detach(self.peer));
+        }
+        self.shared.end_reads(self.peer, &error, arrived, &copying);
         while self.reads.copying() > 0 {
             match self.commands.recv().await {
                 Some(Command::Copied(copied)) => self.copied(copied),
@@ -257,8 +276,7 @@ impl Connection {
 impl Drop for Connection {
     /// However the task ends, its peer is lost then.
     fn drop(&mut self) {
-        let reason =
-            self.reason.take().unwrap_or(LossReason::Broken { kind: std::io::ErrorKind::Other, code: None });
+        let reason = self.reason.take().unwrap_or(UNKNOWN);
         tracing::debug!(peer = self.peer.0, %reason, "peer lost");
         let mut arrived = self.reads.abandon();
         if let Some(local) = &self.shared.local {

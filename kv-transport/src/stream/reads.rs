@@ -5,7 +5,7 @@
 //! drained into a scratch buffer (rule T-3). Bytes for a device are received into a slot of pinned memory, and copied from
 //! there when their chunk has ended well; an operation ends after its last copy, whatever ends it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -408,8 +408,18 @@ impl Reads {
         }
     }
 
-    /// The connection is gone: what arrived of each operation, which ends now.
-    pub(crate) fn abandon(&mut self) -> HashMap<OpId, RangeSet> {
+    /// The connection is gone: what arrived of each operation without copies under way, which ends now, and the others, which end
+    /// with `error` after their last copy.
+    pub(crate) fn leave(&mut self, error: &ReadError) -> (HashMap<OpId, RangeSet>, HashSet<OpId>) {
+        self.close();
+        let (copying, ops): (HashMap<_, _>, _) = self.ops.drain().partition(|(_, op)| op.copying > 0);
+        self.ending.extend(copying.into_iter().map(|(number, op)| (number, (op, Err(error.clone())))));
+        let copying = self.ending.values().map(|(op, _)| op.id).collect();
+        let ops: HashMap<u64, Op> = ops;
+        (ops.into_values().map(|op| (op.id, op.plan.arrived(op.arrived))).collect(), copying)
+    }
+
+    fn close(&mut self) {
         self.shortcut.close();
         self.chunks.clear();
         let left = std::mem::take(&mut self.bytes_out);
@@ -417,6 +427,11 @@ impl Reads {
         self.early.clear();
         self.ring.clear();
         self.by_id.clear();
+    }
+
+    /// The connection is gone: what arrived of each operation, which ends now.
+    pub(crate) fn abandon(&mut self) -> HashMap<OpId, RangeSet> {
+        self.close();
         let ending = self.ending.drain().map(|(_, (op, _))| op);
         let ops = self.ops.drain().map(|(_, op)| op);
         ops.chain(ending).map(|op| (op.id, op.plan.arrived(op.arrived))).collect()

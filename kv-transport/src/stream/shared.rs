@@ -4,7 +4,7 @@
 //! changed nothing (rule T-1). The lock also makes the end of a peer one step: its operations complete, its loss is
 //! announced and its id is void, with nothing in between (rule T-6).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -50,6 +50,8 @@ struct Peer {
     commands: UnboundedSender<Command>,
     /// `disconnect` was called: nothing more is accepted.
     leaving: bool,
+    /// Its connection has ended, and copies for its reads have not: nothing more is accepted.
+    ending: bool,
     outgoing: usize,
     outgoing_bytes: usize,
     incoming: usize,
@@ -102,7 +104,8 @@ impl State {
     }
 
     fn peer(&mut self, peer: PeerId) -> Result<&mut Peer, TransportError> {
-        self.peers.get_mut(&peer).filter(|entry| !entry.leaving).ok_or(TransportError::UnknownPeer { peer })
+        let entry = self.peers.get_mut(&peer).filter(|entry| !entry.leaving && !entry.ending);
+        entry.ok_or(TransportError::UnknownPeer { peer })
     }
 
     fn complete(&mut self, op: OpId, serial: u64, outcome: ReadOutcome) {
@@ -119,21 +122,34 @@ impl State {
         }
     }
 
-    fn lose(&mut self, peer: PeerId, reason: LossReason, mut arrived: HashMap<OpId, RangeSet>) {
-        let Some(entry) = self.peers.remove(&peer) else { return };
-        let reason = match self.phase {
+    /// What is told of a loss.
+    fn reason(&self, entry: &Peer, reason: LossReason) -> LossReason {
+        match self.phase {
             _ if entry.leaving => LossReason::Disconnected,
             Phase::Open => reason,
             Phase::Closing | Phase::Finished => LossReason::Closed,
-        };
-        let error = match reason {
-            LossReason::Closed => ReadError::Closed,
-            ref reason => ReadError::PeerLost(reason.clone()),
-        };
+        }
+    }
+
+    fn lose(&mut self, peer: PeerId, reason: LossReason, arrived: HashMap<OpId, RangeSet>) {
+        let Some(entry) = self.peers.remove(&peer) else { return };
+        let reason = self.reason(&entry, reason);
+        self.end_reads(peer, &lost(&reason), arrived, &HashSet::new());
+        self.events.push_back(Event::PeerLost { peer, reason });
+    }
+
+    /// Ends the reads from a peer, but for some.
+    fn end_reads(
+        &mut self,
+        peer: PeerId,
+        error: &ReadError,
+        mut arrived: HashMap<OpId, RangeSet>,
+        but: &HashSet<OpId>,
+    ) {
         let mut ended: Vec<_> = self
             .flights
             .iter()
-            .filter(|(_, flight)| flight.peer == peer)
+            .filter(|(op, flight)| flight.peer == peer && !but.contains(op))
             .map(|(op, flight)| (flight.serial, *op, flight.ranges))
             .collect();
         ended.sort_unstable();
@@ -141,7 +157,14 @@ impl State {
             let arrived = arrived.remove(&op).unwrap_or_else(|| RangeSet::none(ranges));
             self.complete(op, serial, ReadOutcome { result: Err(error.clone()), arrived });
         }
-        self.events.push_back(Event::PeerLost { peer, reason });
+    }
+}
+
+/// How reads from a lost peer end.
+fn lost(reason: &LossReason) -> ReadError {
+    match reason {
+        LossReason::Closed => ReadError::Closed,
+        reason => ReadError::PeerLost(reason.clone()),
     }
 }
 
@@ -253,6 +276,7 @@ impl Shared {
                 id: peer,
                 commands,
                 leaving: false,
+                ending: false,
                 outgoing: 0,
                 outgoing_bytes: 0,
                 incoming: 0,
@@ -515,6 +539,29 @@ impl Shared {
         self.news.notify_one();
     }
 
+    /// A peer's connection has ended, and its loss is not to be told yet: nothing more is accepted from now on. Says how its
+    /// reads end.
+    pub(crate) fn leave(&self, peer: PeerId, reason: LossReason) -> ReadError {
+        let mut state = self.lock();
+        let reason = state.peers.get(&peer).map_or(LossReason::Closed, |entry| state.reason(entry, reason));
+        if let Some(entry) = state.peers.get_mut(&peer) {
+            entry.ending = true;
+        }
+        lost(&reason)
+    }
+
+    /// Ends the reads from such a peer, but for some.
+    pub(crate) fn end_reads(
+        &self,
+        peer: PeerId,
+        error: &ReadError,
+        arrived: HashMap<OpId, RangeSet>,
+        but: &HashSet<OpId>,
+    ) {
+        self.lock().end_reads(peer, error, arrived, but);
+        self.news.notify_one();
+    }
+
     /// A peer is gone. Only the first call for it counts.
     pub(crate) fn lose(&self, peer: PeerId, reason: LossReason, arrived: HashMap<OpId, RangeSet>) {
         self.lock().lose(peer, reason, arrived);
@@ -554,9 +601,10 @@ impl Shared {
             state.lose(peer, LossReason::Closed, arrived);
         }
         state.regions.clear();
-        state.phase = Phase::Finished;
         drop(state);
+        // Whoever learns that it is over may count on it.
         self.staging.close();
+        self.lock().phase = Phase::Finished;
         self.finished.notify_all();
         self.news.notify_one();
     }
