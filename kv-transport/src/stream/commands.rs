@@ -6,6 +6,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::Instant;
 
 use super::plan::Plan;
+use super::pool::Handed;
 use super::staging::Copied;
 use super::target::Target;
 use crate::contract::{OpId, PeerId, ReadLimits};
@@ -22,8 +23,10 @@ pub(crate) enum Command {
         serial: u64,
     },
     Send(Vec<u8>),
-    /// Messages were taken, or a slot is free; what waited for that may go on.
+    /// Messages were taken; what waited for that may go on.
     Resume,
+    /// A slot of pinned memory that was waited for.
+    Slot(Handed),
     /// A copy from or to a device has ended.
     Copied(Copied),
     Close(LossReason),

@@ -19,12 +19,15 @@ use super::staging::{Copied, For};
 use super::target::Target;
 use super::writer::{Turn, Writer};
 use crate::contract::PeerId;
+use crate::device::Direction;
 use crate::error::LossReason;
 
 /// Bytes that a connection may move each way before it is others' turn.
 const TURN_BYTES: usize = 1 << 20;
 /// Commands that a connection takes before it moves bytes again.
 const TURN_COMMANDS: usize = 256;
+/// After so long without taking a byte a peer has stopped, and what was copied ahead for it makes room.
+const PATIENCE: Duration = Duration::from_millis(100);
 /// When nothing else is to be waited for.
 const LONG: Duration = Duration::from_secs(3600);
 
@@ -100,7 +103,7 @@ impl Connection {
 
     fn copied(&mut self, Copied { what, slot, result }: Copied) {
         match what {
-            For::Serve { number } => self.serve.copied(number, slot, result),
+            For::Serve { number } => self.serve.copied(&self.shared, number, slot, result),
             For::Read { op, interval } => {
                 // Others wait for it, not for what follows.
                 drop(slot);
@@ -159,6 +162,10 @@ impl Connection {
             Some(Command::Send(message)) => self.writer.message(message),
             // The next turn looks again.
             Some(Command::Resume) => {}
+            Some(Command::Slot(handed)) => match handed.direction {
+                Direction::ToHost => self.serve.handed(&self.shared, handed),
+                Direction::ToDevice => self.reads.handed(handed, &mut self.writer.control),
+            },
             Some(Command::Copied(copied)) => self.copied(copied),
             Some(Command::Close(reason)) => return Err(reason),
             None => return Err(LossReason::Closed),
@@ -215,6 +222,9 @@ impl Connection {
             }
             let sent = self.writer.turn(&stream, &mut self.serve, now, TURN_BYTES)?;
             self.check_life(&life, now)?;
+            if self.writer.blocked_since().is_some_and(|since| now >= after(since, PATIENCE)) {
+                self.serve.yield_slots();
+            }
 
             if received == Turn::More || sent == Turn::More || commands == TURN_COMMANDS {
                 tokio::task::yield_now().await;
@@ -269,7 +279,10 @@ impl Connection {
         let ping = after(life.last_byte.max(life.last_ping), config.keep_alive);
         let silent = after(life.last_byte, config.silence_limit);
         let slow = self.writer.blocked_since().map(|since| after(since, config.serve_limit));
-        [self.reads.alarm(), slow].into_iter().flatten().fold(ping.min(silent), Instant::min)
+        // Slots are given up then.
+        let tired = self.writer.blocked_since().filter(|_| self.serve.has_ready());
+        let tired = tired.map(|since| after(since, PATIENCE));
+        [self.reads.alarm(), slow, tired].into_iter().flatten().fold(ping.min(silent), Instant::min)
     }
 }
 

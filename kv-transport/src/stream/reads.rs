@@ -2,8 +2,9 @@
 //!
 //! Only the IO thread, and in it only the task that owns this value, writes to the destinations of the reads that are here. So an operation can
 //! end at once: its requests are *detached*, which drops their destination, and what still arrives for them is
-//! drained into a scratch buffer (rule T-3). Bytes for a device are received into a slot of pinned memory, and copied from
-//! there when their chunk has ended well; an operation ends after its last copy, whatever ends it.
+//! drained into a scratch buffer (rule T-3). Bytes for a device are asked for once there is a slot of pinned memory for them, so
+//! that what arrives never has to wait. They are received there, and copied to the device when their chunk has ended well;
+//! an operation ends after its last copy, whatever ends it.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -16,13 +17,14 @@ use super::commands::{AcceptedRead, Command, after};
 use super::frame::{EndCode, Header, ServeLimits, encode_read};
 use super::limits::{CHUNK_QUEUE_LIMIT, Limits};
 use super::plan::{Cursor, Cut, Plan};
+use super::pool::{Customer, Handed, Slot};
 use super::shared::Shared;
 use super::shortcut::{Posted, Shortcut, is_posted};
 use super::socket::Socket;
 use super::spans::Spans;
-use super::staging::{For, Slot};
+use super::staging::For;
 use crate::contract::{OpId, RangeSet, ReadOutcome};
-use crate::device::{DeviceError, Direction};
+use crate::device::{Device, DeviceError, DeviceId, Direction};
 use crate::error::ReadError;
 use crate::memory::Memory;
 
@@ -36,6 +38,8 @@ struct Op {
     plan: Plan,
     cursor: Cursor,
     outstanding: usize,
+    /// For its next chunk, if that goes to a device.
+    slot: Option<Slot>,
     /// Copies under way into its destination.
     copying: usize,
     arrived: Vec<(u64, u64)>,
@@ -74,11 +78,13 @@ struct Chunk {
     data_seen: bool,
 }
 
+/// Operations in the order in which they get slots, and whether they are early ones.
+type Parked = VecDeque<(u64, bool)>;
+
 /// See the module.
 pub(crate) struct Reads {
     shared: Arc<Shared>,
-    /// Leads to the connection.
-    mail: UnboundedSender<Command>,
+    customer: Customer,
     shortcut: Arc<Shortcut>,
     ops: HashMap<u64, Op>,
     /// Operations that have come to their end, but for copies under way.
@@ -90,6 +96,8 @@ pub(crate) struct Reads {
     early: VecDeque<u64>,
     /// Other operations with something left to ask for. They take turns.
     ring: VecDeque<u64>,
+    /// Operations that wait for a slot for a device.
+    parked: HashMap<DeviceId, (Arc<dyn Device>, Parked)>,
     chunks: HashMap<u64, Chunk>,
     /// Chunks of the task's own, which is all but those that were posted.
     asked: u32,
@@ -104,7 +112,7 @@ impl Reads {
     pub(crate) fn new(shared: Arc<Shared>, mail: UnboundedSender<Command>, shortcut: Arc<Shortcut>) -> Self {
         Self {
             shared,
-            mail,
+            customer: Customer::new(mail),
             shortcut,
             ops: HashMap::new(),
             ending: HashMap::new(),
@@ -112,6 +120,7 @@ impl Reads {
             by_id: HashMap::new(),
             early: VecDeque::new(),
             ring: VecDeque::new(),
+            parked: HashMap::new(),
             chunks: HashMap::new(),
             asked: 0,
             numbers: 0,
@@ -143,7 +152,7 @@ impl Reads {
     pub(crate) fn collect(&mut self) {
         for Posted { number, read, cursor, cut } in self.shortcut.collect() {
             self.insert(number, read, cursor);
-            self.expect(number, number, cut);
+            self.expect(number, number, cut, None);
         }
     }
 
@@ -160,6 +169,7 @@ impl Reads {
             plan,
             cursor,
             outstanding: 0,
+            slot: None,
             copying: 0,
             arrived: vec![],
             deadline: after(submitted, limits.total),
@@ -172,15 +182,24 @@ impl Reads {
     }
 
     /// A chunk was asked for.
-    fn expect(&mut self, number: u64, op: u64, cut: Cut) {
-        let Cut { memory, local: spans, interval, .. } = cut;
+    fn expect(&mut self, number: u64, op: u64, cut: Cut, slot: Option<Slot>) {
+        let Cut { mut memory, local: mut spans, interval, .. } = cut;
         let bytes = spans.left() as u32;
+        let mut staged = None;
+        if let Some(slot) = slot
+            && let Some(pinned) = slot.memory().cloned()
+        {
+            let ranges = spans.rest().collect();
+            spans = Spans::default();
+            spans.push(0, bytes);
+            staged = Some(Staged { slot, memory: std::mem::replace(&mut memory, pinned), ranges });
+        }
         self.bytes_out += u64::from(bytes);
         self.shared.in_flight.fetch_add(u64::from(bytes), Ordering::Relaxed);
         if let Some(op) = self.ops.get_mut(&op) {
             op.outstanding += 1;
         }
-        let destination = Some(Destination { op, memory, spans, staged: None });
+        let destination = Some(Destination { op, memory, spans, staged });
         self.chunks.insert(number, Chunk { destination, bytes, interval, data_seen: false });
     }
 
@@ -220,15 +239,23 @@ impl Reads {
     /// Appends requests as far as the window allows.
     pub(crate) fn request(&mut self, out: &mut Vec<u8>) {
         let Some(limits) = self.limits else { return };
+        if self.asked < limits.chunk_queue {
+            self.unpark(out);
+        }
         let Limits { bytes_in_flight_per_peer: window, bytes_in_flight_max: most, .. } = self.shared.config;
         while self.asked < limits.chunk_queue {
             let next = u64::from(limits.chunk_bytes);
             let all = self.shared.in_flight.load(Ordering::Relaxed);
             let room = self.chunks.is_empty()
                 || (self.bytes_out + next <= window && all.saturating_add(next) <= most);
-            let number = self.early.pop_front().or_else(|| self.ring.pop_front_if(|_| room));
-            let Some(number) = number else { break };
+            let early = self.early.pop_front().map(|number| (number, true));
+            let next = early.or_else(|| self.ring.pop_front_if(|_| room).map(|number| (number, false)));
+            let Some((number, early)) = next else { break };
+            if !self.has_slot(number, early, out) {
+                continue;
+            }
             let Some(op) = self.ops.get_mut(&number) else { continue };
+            let slot = op.slot.take();
             let cut = op.plan.cut(&mut op.cursor, limits.chunk_bytes, limits.chunk_ranges as usize);
             let Some(cut) = cut else { continue };
             self.numbers += 1;
@@ -239,7 +266,81 @@ impl Reads {
                 ring.push_back(number);
             }
             self.asked += 1;
-            self.expect(self.numbers, number, cut);
+            self.expect(self.numbers, number, cut, slot);
+        }
+    }
+
+    /// Whether there is a slot for the next chunk of an operation, or none is needed. If not, the operation is parked, and
+    /// [`Command::Slot`] follows.
+    fn has_slot(&mut self, number: u64, early: bool, out: &mut Vec<u8>) -> bool {
+        let Some(op) = self.ops.get_mut(&number).filter(|op| op.slot.is_none()) else { return true };
+        let Some(device) = op.plan.next_device(&op.cursor) else { return true };
+        let id = device.id();
+        // Those that wait already come first.
+        let got = match self.parked.get(&id) {
+            Some(_) => Ok(None),
+            None => self.shared.staging.slot(&**device, Direction::ToDevice, &self.customer),
+        };
+        match got {
+            Ok(Some(slot)) => op.slot = Some(slot),
+            Ok(None) => {
+                let device = Arc::clone(device);
+                let (_, waiting) = self.parked.entry(id).or_insert_with(|| (device, VecDeque::new()));
+                waiting.push_back((number, early));
+            }
+            Err(error) => self.finish(number, Err(error.into()), out),
+        }
+        self.ops.get(&number).is_some_and(|op| op.slot.is_some())
+    }
+
+    /// Asks for slots for those that wait.
+    fn unpark(&mut self, out: &mut Vec<u8>) {
+        if self.parked.is_empty() {
+            return;
+        }
+        let devices: Vec<_> = self.parked.values().map(|(device, _)| Arc::clone(device)).collect();
+        for device in devices {
+            let id = device.id();
+            while let Some((_, waiting)) = self.parked.get_mut(&id) {
+                while waiting.pop_front_if(|(number, _)| !self.ops.contains_key(number)).is_some() {}
+                if waiting.is_empty() {
+                    self.parked.remove(&id);
+                    break;
+                }
+                let direction = Direction::ToDevice;
+                let result = match self.shared.staging.slot(&*device, direction, &self.customer) {
+                    Ok(None) => break,
+                    Ok(Some(slot)) => Ok(slot),
+                    Err(error) => Err(error),
+                };
+                self.handed(Handed { direction, device: id, result }, out);
+            }
+        }
+    }
+
+    /// A slot that was waited for.
+    pub(crate) fn handed(&mut self, handed: Handed, out: &mut Vec<u8>) {
+        let Some((device, mut waiting)) = self.parked.remove(&handed.device) else { return };
+        match handed.result {
+            Ok(slot) => {
+                // If nobody wants it any more, it goes back.
+                while let Some((number, early)) = waiting.pop_front() {
+                    if let Some(op) = self.ops.get_mut(&number) {
+                        op.slot = Some(slot);
+                        let queue = if early { &mut self.early } else { &mut self.ring };
+                        queue.push_front(number);
+                        break;
+                    }
+                }
+                if !waiting.is_empty() {
+                    self.parked.insert(handed.device, (device, waiting));
+                }
+            }
+            Err(error) => {
+                for (number, _) in waiting {
+                    self.finish(number, Err(error.clone().into()), out);
+                }
+            }
         }
     }
 
@@ -262,30 +363,6 @@ impl Reads {
         }
         chunk.data_seen = true;
         Ok(())
-    }
-
-    /// Has a slot for a chunk's bytes if they go to a device. `false` if none is free: [`Command::Resume`] follows.
-    pub(crate) fn stage(&mut self, chunk: u64, out: &mut Vec<u8>) -> bool {
-        let destination = self.chunks.get_mut(&chunk).and_then(|chunk| chunk.destination.as_mut());
-        let Some(destination) = destination else { return true };
-        let Some(device) = destination.memory.on_device() else { return true };
-        let error = match self.shared.staging.slot(&**device, Direction::ToDevice, &self.mail) {
-            Ok(None) => return false,
-            Ok(Some(slot)) => {
-                if let Some(memory) = slot.memory().cloned() {
-                    let mut spans = Spans::default();
-                    spans.push(0, destination.spans.left() as u32);
-                    let memory = std::mem::replace(&mut destination.memory, memory);
-                    let ranges = std::mem::replace(&mut destination.spans, spans).rest().collect();
-                    destination.staged = Some(Staged { slot, memory, ranges });
-                }
-                return true;
-            }
-            Err(error) => error,
-        };
-        let op = destination.op;
-        self.finish(op, Err(error.into()), out);
-        true
     }
 
     /// Where the chunk's bytes go; `None` means to the scratch buffer.
@@ -328,7 +405,7 @@ impl Reads {
                 }
                 Some(Staged { slot, memory, ranges }) => {
                     let what = For::Read { op: number, interval: chunk.interval };
-                    match self.shared.staging.copy(what, slot, memory, ranges, &self.mail) {
+                    match self.shared.staging.copy(what, slot, memory, ranges, self.customer.mail()) {
                         Ok(()) => (op.copying, self.copying) = (op.copying + 1, self.copying + 1),
                         Err(error) => self.finish(number, Err(error.into()), out),
                     }
@@ -379,7 +456,8 @@ impl Reads {
     }
 
     fn finish(&mut self, number: u64, result: Result<(), ReadError>, out: &mut Vec<u8>) {
-        let Some(op) = self.ops.remove(&number) else { return };
+        let Some(mut op) = self.ops.remove(&number) else { return };
+        op.slot = None;
         self.by_id.remove(&op.id);
         if op.outstanding > 0 {
             self.detach(number);
@@ -412,6 +490,7 @@ impl Reads {
     /// with `error` after their last copy.
     pub(crate) fn leave(&mut self, error: &ReadError) -> (HashMap<OpId, RangeSet>, HashSet<OpId>) {
         self.close();
+        self.ops.values_mut().for_each(|op| op.slot = None);
         let (copying, ops): (HashMap<_, _>, _) = self.ops.drain().partition(|(_, op)| op.copying > 0);
         self.ending.extend(copying.into_iter().map(|(number, op)| (number, (op, Err(error.clone())))));
         let copying = self.ending.values().map(|(op, _)| op.id).collect();
@@ -426,6 +505,7 @@ impl Reads {
         self.shared.in_flight.fetch_sub(left, Ordering::Relaxed);
         self.early.clear();
         self.ring.clear();
+        self.parked.clear();
         self.by_id.clear();
     }
 

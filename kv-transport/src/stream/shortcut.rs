@@ -132,7 +132,11 @@ impl Shortcut {
         let granted = posts.granted.filter(|_| posts.idle && posts.socket.is_some())?;
         let mut cursor = Cursor::default();
         let bytes = granted.chunk_bytes.min(POSTED_BYTES);
-        if plan.total() > u64::from(bytes) || self.open.load(Ordering::Relaxed) >= POSTED_MAX {
+        // What goes to a device needs a slot first.
+        if plan.to_device()
+            || plan.total() > u64::from(bytes)
+            || self.open.load(Ordering::Relaxed) >= POSTED_MAX
+        {
             return None;
         }
         let cut = plan.cut(&mut cursor, bytes, granted.chunk_ranges.min(POSTED_RANGES) as usize)?;
