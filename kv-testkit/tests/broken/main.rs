@@ -1,7 +1,8 @@
 //! Twelve transports that each break one rule of the contract: the suite catches each by the group of its own rule,
-//! and by no other. And one that breaks none passes.
+//! and by no other. And one that breaks none passes. On memory of a device that does not wait for its copies, any is caught.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test fails by panicking.
 
+mod hasty;
 mod offenders;
 
 use std::collections::BTreeSet;
@@ -10,6 +11,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_testkit::conformance::device::OnDevice;
 use kv_testkit::conformance::tcp::TcpHarness;
 use kv_testkit::conformance::{
     self, CaseReport, ChildPeer, Harness, HarnessError, Link, Remote, Rule, Unavailable, Verdict,
@@ -95,6 +97,17 @@ fn what_breaks_nothing_is_not_caught() -> Result<(), Failed> {
     if reports.iter().all(|report| fine(&report.verdict)) { Ok(()) } else { Err(describe(&reports).into()) }
 }
 
+/// Completions that are told before the last copy into a device are seen by the groups of T-2 and T-3.
+fn what_completes_before_its_copies_is_caught() -> Result<(), Failed> {
+    static HASTY: OnDevice<TcpHarness> =
+        OnDevice { inner: TcpHarness, name: "hasty", memory: hasty::memory, missing: || None };
+    let reports = conformance::report(&HASTY, &[Rule::T2, Rule::T3], 4);
+    if caught(&reports) == BTreeSet::from([Rule::T2, Rule::T3]) {
+        return Ok(());
+    }
+    Err(format!("not caught by both:{}", describe(&reports)).into())
+}
+
 fn main() -> ExitCode {
     // The peer in another process keeps the rules: one offender at a time is enough.
     if let Some(code) = conformance::serve_if_asked(&Broken(None)) {
@@ -111,6 +124,10 @@ fn main() -> ExitCode {
             Trial::test(name.to_lowercase(), move || is_caught_by_its_own_group_alone(rule))
         })
         .collect();
+    trials.push(Trial::test(
+        "what_completes_before_its_copies_is_caught",
+        what_completes_before_its_copies_is_caught,
+    ));
     trials.push(Trial::test("what_breaks_nothing_is_not_caught", what_breaks_nothing_is_not_caught));
     libtest_mimic::run(&arguments, trials).exit_code()
 }
