@@ -429,14 +429,20 @@ mod tests {
         PanicInPoll,
     }
 
-    /// Its copies never end, or its code panics.
+    /// Its copies do not end until they are let go, or its code panics.
     #[derive(Debug)]
     struct Faulty {
         fault: Fault,
-        hung: Arc<AtomicBool>,
+        copies: Arc<Copies>,
     }
 
-    struct Pending(Fault, Arc<AtomicBool>);
+    #[derive(Debug, Default)]
+    struct Copies {
+        asked: AtomicBool,
+        end: AtomicBool,
+    }
+
+    struct Pending(Fault, Arc<Copies>);
 
     impl Device for Faulty {
         fn id(&self) -> DeviceId {
@@ -453,22 +459,22 @@ mod tests {
 
         unsafe fn copy(&self, _: Direction, _: &[CopyRange]) -> Result<Box<dyn Copying>, DeviceError> {
             assert_ne!(self.fault, Fault::PanicInCopy, "on purpose");
-            Ok(Box::new(Pending(self.fault, Arc::clone(&self.hung))))
+            Ok(Box::new(Pending(self.fault, Arc::clone(&self.copies))))
         }
     }
 
     impl Copying for Pending {
         fn poll(&mut self) -> Result<bool, DeviceError> {
             assert_ne!(self.0, Fault::PanicInPoll, "on purpose");
-            self.1.store(true, Ordering::SeqCst);
-            Ok(false)
+            self.1.asked.store(true, Ordering::SeqCst);
+            Ok(self.1.end.load(Ordering::SeqCst))
         }
     }
 
     struct Bench {
         staging: Arc<Staging>,
         device: Arc<dyn Device>,
-        hung: Arc<AtomicBool>,
+        copies: Arc<Copies>,
         customer: Customer,
         mail: UnboundedReceiver<Command>,
         /// Lives as long as the region's memory does.
@@ -477,12 +483,12 @@ mod tests {
 
     impl Bench {
         fn new(fault: Fault) -> Self {
-            let hung = Arc::<AtomicBool>::default();
-            let device: Arc<dyn Device> = Arc::new(Faulty { fault, hung: Arc::clone(&hung) });
+            let copies = Arc::<Copies>::default();
+            let device: Arc<dyn Device> = Arc::new(Faulty { fault, copies: Arc::clone(&copies) });
             let staging = Arc::new(Staging::new("test", 64, 256));
             staging.open(&device).unwrap();
             let (sender, mail) = unbounded_channel();
-            Self { staging, device, hung, customer: Customer::new(sender), mail, life: Arc::default() }
+            Self { staging, device, copies, customer: Customer::new(sender), mail, life: Arc::default() }
         }
 
         fn next(&mut self) -> Command {
@@ -552,24 +558,21 @@ mod tests {
         let slot = bench.slot();
         bench.copy(slot);
         let start = Instant::now();
-        while !bench.hung.load(Ordering::SeqCst) && start.elapsed() < LIMIT {
+        while !bench.copies.asked.load(Ordering::SeqCst) && start.elapsed() < LIMIT {
             std::thread::yield_now();
         }
-        let (staging, over) = (Arc::clone(&bench.staging), Arc::new(AtomicBool::new(false)));
-        let joining = {
-            let (staging, over) = (Arc::clone(&staging), Arc::clone(&over));
-            std::thread::spawn(move || {
-                staging.join(Duration::from_secs(2));
-                over.store(true, Ordering::SeqCst);
-            })
-        };
+        let staging = Arc::clone(&bench.staging);
+        let joining = std::thread::spawn(move || staging.join(LIMIT));
         // Once it has the threads it waits.
-        while !staging.lock().threads.is_empty() && start.elapsed() < LIMIT {
+        while !bench.staging.lock().threads.is_empty() && start.elapsed() < LIMIT {
             std::thread::yield_now();
         }
-        staging.open(&bench.device).unwrap();
-        assert!(!over.load(Ordering::SeqCst), "others wait as long as the one who joins");
+        bench.staging.open(&bench.device).unwrap();
+        assert!(start.elapsed() < LIMIT / 2, "others wait as long as the one who joins");
+        bench.copies.end.store(true, Ordering::SeqCst);
+        bench.staging.close();
         joining.join().unwrap();
+        assert!(start.elapsed() < LIMIT / 2, "the thread does not end");
     }
 
     #[test]
