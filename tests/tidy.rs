@@ -150,6 +150,7 @@ fn unsafe_code_stands_only_where_memory_demands_it() {
         "kv-transport/src/cuda/mod.rs",
         "kv-transport/src/device.rs",
         "kv-transport/src/memory.rs",
+        "kv-transport/src/stream/pool.rs",
         "kv-transport/src/stream/staging.rs",
         "kv-transport/src/shm/registry.rs",
         "kv-transport/src/shm/window.rs",

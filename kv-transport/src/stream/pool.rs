@@ -285,7 +285,7 @@ mod tests {
             Ok(Memory::allocate(bytes).unwrap())
         }
 
-        #[allow(unsafe_code)]
+        #[allow(unsafe_code)] // The trait says so; nothing is copied.
         unsafe fn copy(&self, _: Direction, _: &[CopyRange]) -> Result<Box<dyn Copying>, DeviceError> {
             Err(refusal())
         }
