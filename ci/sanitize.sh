@@ -12,7 +12,7 @@ target=$(rustc -vV | sed -n 's/^host: //p')
 cargo +nightly --version >/dev/null 2>&1 || { echo "no nightly toolchain: rustup toolchain install nightly" >&2; exit 2; }
 
 # Memory, mappings, vectored calls and everything that goes through them.
-tests=(-p kv-transport --lib --test shm --test auto --test tcp)
+tests=(-p kv-transport --lib --test shm --test auto --test tcp --test device --test cuda)
 
 address() {
     echo "== AddressSanitizer"
@@ -30,6 +30,10 @@ thread() {
         RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" \
         cargo +nightly test --locked --target "$target" --target-dir target/tsan \
         -p kv-transport --lib --test shm --test auto -- --skip t3_ --skip t6_
+    # The threads that copy. A fake driver is not instrumented, so CUDA has no place here.
+    TSAN_OPTIONS="suppressions=$PWD/ci/tsan.supp halt_on_error=1" \
+        RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" \
+        cargo +nightly test --locked --target "$target" --target-dir target/tsan -p kv-transport --test device
 }
 
 case "${1:-both}" in

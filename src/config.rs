@@ -33,8 +33,8 @@ pub struct Config {
     pub transport_host: String,
     /// Host that peers are told to connect to. Empty: `transport_host`. Needed when that is a wildcard.
     pub transport_advertise_host: String,
-    /// Connections of `tcp` to each peer, up to 8, over which large reads are spread; each has its thread on either side. 0: half of the
-    /// machine's processors, 4 at most.
+    /// Connections of `tcp` to each peer, up to 8, over which large reads are spread; each has its thread on either side. 0: one for each
+    /// processor, 4 at most.
     pub transport_connections: u32,
     /// Life of a lease without renewal.
     pub lease_ttl_ms: u64,

@@ -141,6 +141,18 @@ impl HostDevice {
         self.change(|state| state.pinned_max = Some(bytes));
     }
 
+    /// Looks at bytes past the queue of copies: what is there now, whatever is on its way. `false` if they are in no allocation.
+    pub fn peek(&self, address: u64, into: &mut [u8]) -> bool {
+        let state = self.0.state.lock();
+        state.find(address).is_some_and(|(block, offset)| block.read(offset, into).is_ok())
+    }
+
+    /// Changes bytes past the queue of copies; as [`HostDevice::peek`].
+    pub fn poke(&self, address: u64, from: &[u8]) -> bool {
+        let state = self.0.state.lock();
+        state.find(address).is_some_and(|(block, offset)| block.write(offset, from).is_ok())
+    }
+
     /// Bytes of pinned memory that are given out.
     pub fn pinned(&self) -> usize {
         self.0.state.lock().pinned
@@ -297,6 +309,12 @@ fn pause(shared: &Shared, delay: Duration) {
 }
 
 impl State {
+    /// The allocation in which an address can be, and the offset in it.
+    fn find(&self, address: u64) -> Option<(&Memory, u64)> {
+        let (start, block) = self.blocks.range(..=address).next_back()?;
+        Some((block, address - start))
+    }
+
     fn copy(&mut self, job: &Job) -> Result<(), DeviceError> {
         let device = self.id.unwrap_or(DeviceId { kind: "host", number: 0 });
         if self.lost {
@@ -313,8 +331,7 @@ impl State {
         }
         for range in &job.ranges {
             let bad = || DeviceError::BadPlace { device, address: range.device, bytes: range.len };
-            let (start, block) = self.blocks.range(..=range.device).next_back().ok_or_else(bad)?;
-            let offset = range.device - start;
+            let (block, offset) = self.find(range.device).ok_or_else(bad)?;
             // SAFETY: who submitted the copy keeps so many bytes of host memory valid until it has ended, and no reference
             // to them exists. It has not ended yet.
             let host = unsafe { std::slice::from_raw_parts_mut(range.host, range.len) };
@@ -404,8 +421,16 @@ mod tests {
         // SAFETY: both memories outlive the copy, which is waited for.
         let mut copying = unsafe { device.copy(Direction::ToDevice, &[range]) }.unwrap();
         assert_eq!(copying.wait(Duration::from_millis(20)), Ok(false));
+        // What looks past the queue sees that.
+        pinned.write(0, &[7; 64]).unwrap();
+        let (address, mut bytes) = (memory.place().address, [1; 64]);
+        assert!(device.peek(address, &mut bytes) && bytes == [0; 64]);
+        assert!(device.poke(address + 60, &[9; 4]) && device.peek(address, &mut bytes));
+        assert_eq!(bytes[59..], [0, 9, 9, 9, 9]);
+        assert!(!device.poke(address + 1, &bytes) && !device.peek(address - 1, &mut bytes));
         device.release();
         assert_eq!(copying.wait(Duration::from_secs(10)), Ok(true));
+        assert!(device.peek(address, &mut bytes) && bytes == [7; 64]);
         drop((memory, pinned));
         assert_eq!((device.pinned(), device.allocations(), device.copies()), (0, 0, (1, 1)));
     }

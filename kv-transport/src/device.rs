@@ -189,6 +189,8 @@ impl<'a> Bounce<'a> {
 
     fn copy(&self, direction: Direction, device: u64, len: usize) -> Result<(), BounceError> {
         let host = self.buffer.base().map_err(|_| BounceError::NoMemory)?;
+        // If the device's code panics nobody knows whether it still copies.
+        let _kept = KeptByPanic(Some((self.keep.clone(), self.buffer.clone())));
         // SAFETY: the caller of `read` and `write` has checked that the place lies in `keep`; the buffer is this value's
         // own and nobody refers to it. Should the copy not end, both are never freed.
         let ended = unsafe { self.device.copy(direction, &[CopyRange { device, host, len }]) }
@@ -205,6 +207,17 @@ impl<'a> Bounce<'a> {
     }
 }
 
+/// Both sides of a copy, which a panic does not free.
+struct KeptByPanic(Option<(Memory, Memory)>);
+
+impl Drop for KeptByPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::mem::forget(self.0.take());
+        }
+    }
+}
+
 /// Why a copy that a caller waited for failed.
 #[derive(Debug)]
 pub(crate) enum BounceError {
@@ -215,5 +228,51 @@ pub(crate) enum BounceError {
 impl From<DeviceError> for BounceError {
     fn from(error: DeviceError) -> Self {
         Self::Device(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::Arc;
+
+    use super::*;
+
+    /// Starts copies, and panics when asked about them.
+    #[derive(Debug)]
+    struct Panics;
+
+    impl Device for Panics {
+        fn id(&self) -> DeviceId {
+            DeviceId { kind: "panics", number: 0 }
+        }
+
+        fn name(&self) -> String {
+            "panics".into()
+        }
+
+        fn allocate_pinned(&self, bytes: usize) -> Result<Memory, DeviceError> {
+            Ok(Memory::allocate(bytes).unwrap())
+        }
+
+        unsafe fn copy(&self, _: Direction, _: &[CopyRange]) -> Result<Box<dyn Copying>, DeviceError> {
+            Ok(Box::new(Self))
+        }
+    }
+
+    impl Copying for Panics {
+        fn poll(&mut self) -> Result<bool, DeviceError> {
+            panic!("on purpose")
+        }
+    }
+
+    #[test]
+    fn memory_of_a_copy_whose_device_panics_is_never_freed() {
+        let life = Arc::new(());
+        // SAFETY: this device never copies anything.
+        let memory = unsafe { Memory::device(Arc::new(Panics), 1 << 40, 8, Arc::clone(&life) as _) }.unwrap();
+        assert!(catch_unwind(AssertUnwindSafe(|| memory.read(0, &mut [0; 8]))).is_err());
+        drop(memory);
+        assert_eq!(Arc::strong_count(&life), 2);
     }
 }

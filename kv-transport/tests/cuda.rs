@@ -7,7 +7,8 @@ use std::process::Command;
 use kv_testkit::conformance::Unavailable;
 use kv_testkit::conformance::cuda::FakeDriver;
 use kv_transport::cuda::{CudaDevice, DeviceUnavailable};
-use kv_transport::{Device, DeviceError, MemoryError};
+use kv_transport::device::{CopyRange, Direction};
+use kv_transport::{Device, DeviceError, Memory, MemoryError};
 
 const ROLE: &str = "KV_CUDA_TEST";
 
@@ -78,7 +79,58 @@ fn child() {
             println!("said: {}", wide.unwrap().write(0, &[1; 101]).unwrap_err());
             memory.write(0, &[1; 100]).unwrap();
         }
+        Ok("goes on") => {
+            let device = CudaDevice::open(0).unwrap();
+            let memory = device.allocate(1000).unwrap();
+            let (mut bytes, mut back) = ([0; 1000], [0; 1000]);
+            for turn in 1..20 {
+                bytes.fill(turn);
+                memory.write(0, &bytes).unwrap();
+                memory.read(0, &mut back).unwrap();
+                assert_eq!(back, bytes);
+            }
+            println!("said: fine");
+        }
+        Ok("partly") => {
+            let device = CudaDevice::open(0).unwrap();
+            let (memory, host) = (device.allocate(100).unwrap(), Memory::allocate(100).unwrap());
+            host.write(0, &[7; 100]).unwrap();
+            let at = |device| CopyRange { device, host: host.base().unwrap(), len: 100 };
+            let ranges = [at(memory.place().address), at(memory.place().address + 1)];
+            // SAFETY: both memories live longer than the copy; what is wrong about one on purpose, the fake driver sees.
+            #[allow(unsafe_code)]
+            let mut copying = unsafe { device.copy(Direction::ToDevice, &ranges) }.unwrap();
+            // The first range is under way, so the caller must not free anything yet.
+            assert_eq!(copying.poll(), Ok(false));
+            println!("said: {}", copying.wait(std::time::Duration::from_secs(20)).unwrap_err());
+            let mut back = [0; 100];
+            memory.read(0, &mut back).unwrap();
+            assert_eq!(back, [7; 100]);
+        }
         _ => {}
+    }
+}
+
+#[test]
+fn t3_a_question_that_fails_is_no_end_of_a_copy() {
+    for after in ["0", "1", "5", "6"] {
+        if let Some(said) = run("goes on", false, &format!("odd={after}")) {
+            assert_eq!(said, "fine");
+        }
+    }
+}
+
+#[test]
+fn copies_go_on_while_an_engine_captures_a_graph() {
+    if let Some(said) = run("goes on", false, "capturing") {
+        assert_eq!(said, "fine");
+    }
+}
+
+#[test]
+fn t3_a_copy_of_which_a_part_is_refused_ends_when_the_rest_has() {
+    if let Some(said) = run("partly", false, "") {
+        assert_eq!(said, "device cuda:0: cuMemcpyAsync failed: invalid argument (code 1)");
     }
 }
 

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use kv_testkit::device::HostDevice;
 use kv_transport::tcp::{TcpConfig, TcpTransport};
 use kv_transport::{
-    DeviceError, Event, LossReason, Memory, OpId, PeerId, ReadError, ReadLimits, ReadOutcome, ReadPart,
-    ReadRange, ReadRequest, RegionId, RegionKey, Transport, TransportError,
+    Address, DeviceError, Event, LossReason, Memory, OpId, PeerId, ReadError, ReadLimits, ReadOutcome,
+    ReadPart, ReadRange, ReadRequest, RegionId, RegionKey, Transport, TransportError,
 };
 
 const LIMIT: Duration = Duration::from_secs(20);
@@ -48,12 +48,38 @@ async fn quiet(of: &TcpTransport) {
     assert!(early.is_err(), "too early: {early:?}");
 }
 
+fn endpoint() -> TcpTransport {
+    let config =
+        TcpConfig { chunk_max_bytes: CHUNK as u32, staging_bytes: 8 * CHUNK, ..TcpConfig::default() };
+    TcpTransport::bind(config).unwrap()
+}
+
+/// The first bytes of a region into the first of another.
+fn request(op: u64, peer: PeerId, key: &RegionKey, region: RegionId, len: usize) -> ReadRequest {
+    let range = ReadRange { remote_offset: 0, local_offset: 0, len: len as u64 };
+    let parts = vec![ReadPart { key: key.clone(), region, ranges: vec![range] }];
+    let limits = ReadLimits { total: LIMIT, stall: LIMIT };
+    ReadRequest { op: OpId(op), peer, parts, limits }
+}
+
+/// Registers memory and says how peers name it.
+fn offer(of: &TcpTransport, memory: &Memory) -> RegionKey {
+    of.key(of.register(memory.clone()).unwrap()).unwrap()
+}
+
+/// Waits until nothing more is asked of a device.
+fn settled(device: &HostDevice) {
+    loop {
+        let (before, _) = device.copies();
+        if !device.wait_for(2 * MOMENT, |started, _| started > before) {
+            return;
+        }
+    }
+}
+
 impl Ends {
     async fn new() -> Self {
-        let config =
-            TcpConfig { chunk_max_bytes: CHUNK as u32, staging_bytes: 8 * CHUNK, ..TcpConfig::default() };
-        let (server, client) =
-            (TcpTransport::bind(config.clone()).unwrap(), TcpTransport::bind(config).unwrap());
+        let (server, client) = (endpoint(), endpoint());
         let (there, here) = (HostDevice::new().unwrap(), HostDevice::new().unwrap());
         let (source, into) = (there.allocate(BYTES).unwrap(), here.allocate(BYTES).unwrap());
         source.write(0, &bytes()).unwrap();
@@ -236,26 +262,22 @@ async fn short_pinned_memory_slows_reads_and_fails_none() {
 
 #[tokio::test]
 async fn without_any_pinned_memory_reads_fail_by_name_until_there_is_some() {
-    // Slots that were made once stay, so the source comes first: it has none, and none reach the destination.
+    // Slots that were made once stay, so the destination comes first: it wants one before the source is asked.
     let ends = Ends::new().await;
     ends.there.limit_pinned(0);
     ends.here.limit_pinned(0);
-    assert_eq!(ends.read(1).await.result, Err(ReadError::RemoteDevice));
-    ends.there.limit_pinned(BYTES);
-    let mut refusals = vec![];
-    for op in 2..4 {
-        // A refusal that nobody was told yet is told to the next read.
-        refusals.push(ends.read(op).await.result.unwrap_err());
-    }
-    let here = |error: &ReadError| match error {
+    let refused = ends.read(1).await.result.unwrap_err();
+    let named = match &refused {
         ReadError::Device(DeviceError::Failed { meaning, .. }) => meaning.contains("pinned"),
         _ => false,
     };
-    assert!(refusals.iter().any(here), "{refusals:?}");
+    assert!(named, "{refused:?}");
+    // Nobody is told what happened to others before.
     ends.here.limit_pinned(BYTES);
-    let next = ends.read(4).await.result;
-    assert!(next == Ok(()) || next.as_ref().is_err_and(here), "{next:?}");
-    ends.works(5).await;
+    assert_eq!(ends.read(2).await.result, Err(ReadError::RemoteDevice));
+    ends.there.limit_pinned(BYTES);
+    assert_eq!(ends.read(3).await.result, Ok(()));
+    ends.works(4).await;
     ends.end();
 }
 
@@ -309,4 +331,220 @@ async fn t9_a_region_that_goes_while_it_is_copied_is_not_read() {
         other => panic!("{other:?}"),
     }
     assert!(contents(&into.1).iter().all(|byte| *byte == OLD), "bytes of a region that is gone");
+}
+
+/// A read whose copy into the device hangs, and one into host memory that waits for the source: `leave` ends the connection.
+async fn a_lost_peer_ends_what_no_copy_holds(reason: LossReason, leave: impl AsyncFnOnce(&Ends)) {
+    let ends = Ends::new().await;
+    let near = Memory::allocate(BYTES).unwrap();
+    let plain = ends.client.register(near.clone()).unwrap();
+    let (before, _) = ends.here.copies();
+    ends.here.hold();
+    ends.client.read(request(1, ends.peer, &ends.key, ends.into.0, CHUNK)).unwrap();
+    assert!(ends.here.wait_for(LIMIT, |started, _| started > before));
+    ends.there.hold();
+    ends.client.read(request(2, ends.peer, &ends.key, plain, BYTES)).unwrap();
+    settled(&ends.there);
+    leave(&ends).await;
+    let lost = Err(ReadError::PeerLost(reason.clone()));
+    assert_eq!(ends.completed(2).await.result, lost);
+    // Its destination is free at once, and nothing more is accepted.
+    ends.client.deregister(plain).unwrap();
+    let unknown = TransportError::UnknownPeer { peer: ends.peer };
+    let refused = ends.client.read(request(3, ends.peer, &ends.key, ends.into.0, 8)).unwrap_err();
+    assert_eq!(refused, unknown);
+    assert_eq!(ends.client.send(ends.peer, vec![1]), Err(unknown.clone()));
+    assert_eq!(ends.client.disconnect(ends.peer), Err(unknown));
+    // The loss is told after the last completion, and that comes after the copy.
+    ends.client.cancel(OpId(1));
+    quiet(&ends.client).await;
+    ends.here.release();
+    assert_eq!(ends.completed(1).await.result, lost);
+    assert_eq!(event(&ends.client).await, Event::PeerLost { peer: ends.peer, reason });
+    ends.there.release();
+}
+
+#[tokio::test]
+async fn t6_a_lost_peer_ends_what_no_copy_holds() {
+    let leave = async |ends: &Ends| ends.server.shutdown(LIMIT).await;
+    a_lost_peer_ends_what_no_copy_holds(LossReason::ClosedByPeer, leave).await;
+}
+
+#[tokio::test]
+async fn t6_a_peer_let_go_of_ends_what_no_copy_holds() {
+    let leave = async |ends: &Ends| ends.client.disconnect(ends.peer).unwrap();
+    a_lost_peer_ends_what_no_copy_holds(LossReason::Disconnected, leave).await;
+}
+
+#[tokio::test]
+async fn t8_a_device_that_hangs_leaves_messages_and_other_reads_alone() {
+    let ends = Ends::new().await;
+    let (near, far) = (Memory::allocate(BYTES).unwrap(), Memory::allocate(BYTES).unwrap());
+    far.write(0, &bytes()).unwrap();
+    let (plain, key) = (ends.client.register(near.clone()).unwrap(), offer(&ends.server, &far));
+    let (before, _) = ends.here.copies();
+    ends.here.hold();
+    // Far more than there are slots for, so that every slot is under a copy that hangs.
+    ends.submit(1);
+    assert!(ends.here.wait_for(LIMIT, |started, _| started > before));
+    settled(&ends.here);
+    ends.client.send(ends.peer, b"who".to_vec()).unwrap();
+    let Event::Message { peer: back, .. } = event(&ends.server).await else { panic!("no message") };
+    ends.server.send(back, b"me".to_vec()).unwrap();
+    let answer = Event::Message { peer: ends.peer, bytes: b"me".to_vec() };
+    assert_eq!(event(&ends.client).await, answer);
+    ends.client.read(request(2, ends.peer, &key, plain, BYTES)).unwrap();
+    assert_eq!(ends.completed(2).await.result, Ok(()));
+    assert!(contents(&near) == bytes());
+    ends.here.release();
+    assert_eq!(ends.completed(1).await.result, Ok(()));
+    assert!(contents(&ends.into.1) == bytes());
+    ends.end();
+}
+
+#[tokio::test]
+async fn t8_a_device_without_a_free_slot_leaves_other_devices_alone() {
+    let ends = Ends::new().await;
+    let other = HostDevice::new().unwrap();
+    let far = other.allocate(BYTES).unwrap();
+    far.write(0, &bytes()).unwrap();
+    let key = offer(&ends.server, &far);
+    let near = Memory::allocate(BYTES).unwrap();
+    let place = ends.client.register(near.clone()).unwrap();
+    ends.there.limit_pinned(2 * CHUNK);
+    ends.there.hold();
+    // Some of its chunks have no slot, and all of them are before those of the other device.
+    ends.client.read(request(1, ends.peer, &ends.key, ends.into.0, 4 * CHUNK)).unwrap();
+    settled(&ends.there);
+    ends.client.read(request(2, ends.peer, &key, place, BYTES)).unwrap();
+    assert_eq!(ends.completed(2).await.result, Ok(()));
+    assert!(contents(&near) == bytes());
+    ends.there.release();
+    assert_eq!(ends.completed(1).await.result, Ok(()));
+}
+
+#[tokio::test]
+async fn t2_a_read_does_not_succeed_before_its_last_copy_does() {
+    let ends = Ends::new().await;
+    // One range a chunk, so that what arrived can be told from what did not.
+    let count = (BYTES / CHUNK) as u64;
+    let ranges: Vec<_> = (0..count)
+        .map(|i| {
+            let offset = (count - 1 - i) * CHUNK as u64;
+            ReadRange { remote_offset: offset, local_offset: offset, len: CHUNK as u64 }
+        })
+        .collect();
+    // Copies are behind the bytes, so that the last chunk has come when the first ones are done.
+    ends.here.delay(Duration::from_millis(2));
+    ends.here.fail_after(count - 1);
+    let parts = vec![ReadPart { key: ends.key.clone(), region: ends.into.0, ranges }];
+    let limits = ReadLimits { total: LIMIT, stall: LIMIT };
+    ends.client.read(ReadRequest { op: OpId(1), peer: ends.peer, parts, limits }).unwrap();
+    let outcome = ends.completed(1).await;
+    assert!(matches!(outcome.result, Err(ReadError::Device(DeviceError::Failed { .. }))), "{outcome:?}");
+    assert_eq!(outcome.arrived.count() as u64, count - 1);
+    ends.here.delay(Duration::ZERO);
+    ends.works(2).await;
+    ends.end();
+}
+
+/// Hands one connection on, and stops carrying what comes from the listener's side when told.
+struct Gate {
+    address: Address,
+    shut: std::sync::Arc<std::sync::atomic::AtomicBool>,
+    ends: [std::net::TcpStream; 2],
+}
+
+impl Gate {
+    /// A way to a transport, over which `peer` is connected to it.
+    async fn connect(to: &TcpTransport, client: &TcpTransport) -> (Self, PeerId) {
+        use std::io::{Read, Write};
+        use std::sync::atomic::{AtomicBool, Ordering};
+        let mut address = to.address().as_bytes().to_vec();
+        // Tag and version come before the port.
+        let port = u16::from_le_bytes([address[3], address[4]]);
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        address[3..5].copy_from_slice(&listener.local_addr().unwrap().port().to_le_bytes());
+        let address = Address::from_bytes(address).unwrap();
+        let peer = client.connect(&address, LIMIT).unwrap();
+        let shut = std::sync::Arc::new(AtomicBool::new(false));
+        let stop = std::sync::Arc::clone(&shut);
+        let ends = tokio::task::spawn_blocking(move || {
+            let near = listener.accept().unwrap().0;
+            let far = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+            // Small, so that whoever sends is stopped soon.
+            far.set_recv_buffer_size(64 << 10).unwrap();
+            far.connect(&std::net::SocketAddr::from(([127, 0, 0, 1], port)).into()).unwrap();
+            let far = std::net::TcpStream::from(far);
+            let (mut from, mut to) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+            std::thread::spawn(move || std::io::copy(&mut from, &mut to).ok());
+            let (mut from, mut to) = (far.try_clone().unwrap(), near.try_clone().unwrap());
+            std::thread::spawn(move || {
+                let mut bytes = [0; 4096];
+                while let Ok(some @ 1..) = from.read(&mut bytes) {
+                    if stop.load(Ordering::SeqCst) || to.write_all(&bytes[..some]).is_err() {
+                        return;
+                    }
+                }
+            });
+            [near, far]
+        });
+        let ends = ends.await.unwrap();
+        assert_eq!(event(client).await, Event::Connected { peer });
+        (Self { address, shut, ends }, peer)
+    }
+
+    fn shut(&self) {
+        self.shut.store(true, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        self.ends.iter().for_each(|end| drop(end.shutdown(std::net::Shutdown::Both)));
+    }
+}
+
+#[tokio::test]
+async fn t8_peers_that_stop_reading_leave_pinned_memory_to_others() {
+    const STOPPED: usize = 3;
+    const READERS: u64 = 6;
+    let (server, there) = (endpoint(), HostDevice::new().unwrap());
+    let source = there.allocate(BYTES).unwrap();
+    source.write(0, &bytes()).unwrap();
+    let key = offer(&server, &source);
+    let mut stopped = vec![];
+    for _ in 0..STOPPED {
+        let client = endpoint();
+        let (gate, peer) = Gate::connect(&server, &client).await;
+        assert_ne!(gate.address, server.address());
+        gate.shut();
+        // More than the buffers of the system take.
+        for op in 0..4 {
+            let region = client.register(Memory::allocate(BYTES).unwrap()).unwrap();
+            client.read(request(op, peer, &key, region, BYTES)).unwrap();
+        }
+        stopped.push((gate, client));
+    }
+    settled(&there);
+    let mut readers = vec![];
+    for op in 0..READERS {
+        let client = endpoint();
+        let peer = client.connect(&server.address(), LIMIT).unwrap();
+        assert_eq!(event(&client).await, Event::Connected { peer });
+        let near = Memory::allocate(BYTES).unwrap();
+        let region = client.register(near.clone()).unwrap();
+        client.read(request(op, peer, &key, region, BYTES)).unwrap();
+        readers.push((client, near));
+    }
+    // Sooner than the connections of the stopped ones are given up.
+    for (client, near) in &readers {
+        let ended = tokio::time::timeout(LIMIT / 4, client.next_event()).await;
+        match ended.expect("a reader waits for peers that stopped").unwrap() {
+            Event::ReadCompleted { outcome, .. } => assert_eq!(outcome.result, Ok(())),
+            other => panic!("{other:?}"),
+        }
+        assert!(contents(near) == bytes());
+    }
+    assert!(there.pinned() <= 8 * CHUNK);
 }

@@ -41,8 +41,10 @@ pub(super) fn range(remote_offset: u64, local_offset: u64, len: u64) -> ReadRang
 
 pub(super) fn contents(memory: &Memory) -> Vec<u8> {
     let mut bytes = vec![0; memory.len()];
-    // Reading as many bytes as there are cannot fail; if it did, the zeros would be noticed.
-    memory.read(0, &mut bytes).ok();
+    if !super::device::peek(memory, &mut bytes) {
+        // Reading as many bytes as there are cannot fail; if it did, the zeros would be noticed.
+        memory.read(0, &mut bytes).ok();
+    }
     bytes
 }
 
@@ -169,6 +171,9 @@ impl Away {
 /// Overwrites memory, as its next owner would.
 pub(super) fn fill(memory: &Memory, byte: u8) -> Result<(), End> {
     let bytes = vec![byte; memory.len()];
+    if super::device::poke(memory, &bytes) {
+        return Ok(());
+    }
     memory.write(0, &bytes).map_err(|error| broken!(T1, "memory cannot be written: {error}"))
 }
 

@@ -1,7 +1,9 @@
 //! Twelve transports that each break one rule of the contract: the suite catches each by the group of its own rule,
-//! and by no other. And one that breaks none passes. Others break less than a rule: the case that they are for sees it.
+//! and by no other. And one that breaks none passes. Others break less than a rule: the case that they are for sees it. On
+//! memory of a device that does not wait for its copies, any is caught.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test fails by panicking.
 
+mod hasty;
 mod offenders;
 mod particular;
 #[path = "../../examples/custom_transport/transport.rs"]
@@ -178,6 +180,17 @@ fn reads_that_are_never_in_flight_prove_nothing() -> Result<(), Failed> {
     verdicts(&AtOnce, Rule::T1, &["t1_an_id_in_flight_is_refused"], skipped)
 }
 
+/// Completions that are told before the last copy into a device are seen by the groups of T-2 and T-3.
+fn what_completes_before_its_copies_is_caught() -> Result<(), Failed> {
+    static HASTY: OnDevice<TcpHarness> =
+        OnDevice { inner: TcpHarness::ONE, name: "hasty", memory: hasty::memory, missing: || None };
+    let reports = conformance::report(&HASTY, &[Rule::T2, Rule::T3], 4);
+    if caught(&reports) == BTreeSet::from([Rule::T2, Rule::T3]) {
+        return Ok(());
+    }
+    Err(format!("not caught by both:{}", describe(&reports)).into())
+}
+
 fn main() -> ExitCode {
     // The peer in another process keeps the rules: one offender at a time is enough.
     if let Some(code) = conformance::serve_if_asked(&Broken(Fault::None)) {
@@ -194,6 +207,10 @@ fn main() -> ExitCode {
             Trial::test(name.to_lowercase(), move || is_caught_by_its_own_group_alone(rule))
         })
         .collect();
+    trials.push(Trial::test(
+        "what_completes_before_its_copies_is_caught",
+        what_completes_before_its_copies_is_caught,
+    ));
     trials.push(Trial::test("what_breaks_nothing_is_not_caught", what_breaks_nothing_is_not_caught));
     let particular: [(&str, Tried); 4] = [
         ("an_id_that_is_taken_twice_is_caught", an_id_that_is_taken_twice_is_caught),

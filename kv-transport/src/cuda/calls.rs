@@ -16,6 +16,14 @@ pub(super) type Code = c_uint;
 /// `CUDA_ERROR_NOT_READY`: what was asked about goes on.
 pub(super) const NOT_READY: Code = 600;
 
+/// Whether nothing goes on after this code, because the context, the device or the driver is gone for good. All other codes are
+/// about the call, whatever it asked about: copies go on.
+pub(super) fn is_end(code: Code) -> bool {
+    // The driver is shut down; errors of memory and links that cannot be corrected; faults of a kernel that damage the context;
+    // the context is destroyed.
+    matches!(code, 4 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721)
+}
+
 macro_rules! calls {
     ($($name:ident($($arg:ty),*);)*) => {
         /// The functions, all of which the driver has.
@@ -62,6 +70,8 @@ calls! {
     cuStreamCreate(*mut CUstream, c_uint);
     cuStreamDestroy_v2(CUstream);
     cuStreamSynchronize(CUstream);
+    cuStreamQuery(CUstream);
+    cuThreadExchangeStreamCaptureMode(*mut c_uint);
     cuEventCreate(*mut CUevent, c_uint);
     cuEventRecord(CUevent, CUstream);
     cuEventQuery(CUevent);

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUevent, CUstream};
 use thiserror::Error;
 
-use self::calls::{Calls, Code, NOT_READY};
+use self::calls::{Calls, Code, NOT_READY, is_end};
 use crate::device::{CopyRange, Copying, Device, DeviceError, DeviceId, Direction};
 use crate::memory::{Memory, MemoryError};
 
@@ -26,6 +26,8 @@ const STREAM_NON_BLOCKING: u32 = 1;
 const EVENT_DISABLE_TIMING: u32 = 2;
 /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context.
 const PINNED_PORTABLE: u32 = 1;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: what this thread does is no part of a graph that another one captures.
+const CAPTURE_RELAXED: u32 = 2;
 const NAME_BYTES: usize = 256;
 
 /// Why no CUDA device can be used.
@@ -145,7 +147,13 @@ impl CudaDevice {
         let block = Block { device: self.clone(), address };
         // SAFETY: so many bytes were just allocated; they are freed after the wait at the earliest.
         self.0.inside("cuMemsetD8Async", || unsafe { (calls.cuMemsetD8Async)(address, 0, bytes, stream) })?;
-        self.0.synchronize()?;
+        if let Err(error) = self.0.synchronize() {
+            if !matches!(error, DeviceError::Lost { .. }) {
+                // For all that is known the driver still writes there.
+                std::mem::forget(block);
+            }
+            return Err(error.into());
+        }
         // SAFETY: the block is freed when it is dropped.
         unsafe { self.memory(address, bytes, Arc::new(block)) }
     }
@@ -196,8 +204,21 @@ impl Inner {
         DeviceId { kind: "cuda", number: u64::from(self.ordinal) }
     }
 
-    /// Calls the driver with the context current, and leaves the thread's own context as it was.
+    /// Calls the driver with the context current, and leaves the thread's own context as it was. Engines capture graphs while
+    /// this goes on; the driver then refuses many calls to all threads but those that say that they have no part in it.
     fn call(&self, call: impl FnOnce() -> Code) -> Code {
+        let mut mode = CAPTURE_RELAXED;
+        // SAFETY: a place to read from and to write to; it is about this thread alone.
+        let relaxed = unsafe { (self.calls.cuThreadExchangeStreamCaptureMode)(&raw mut mode) } == 0;
+        let code = self.in_context(call);
+        if relaxed {
+            // SAFETY: as above. What could not be set back would not have been set.
+            unsafe { (self.calls.cuThreadExchangeStreamCaptureMode)(&raw mut mode) };
+        }
+        code
+    }
+
+    fn in_context(&self, call: impl FnOnce() -> Code) -> Code {
         // SAFETY: the context is retained while `self` lives.
         let code = unsafe { (self.calls.cuCtxPushCurrent_v2)(self.context) };
         if code != 0 {
@@ -219,8 +240,7 @@ impl Inner {
 
     fn error(&self, operation: &'static str, code: Code) -> DeviceError {
         let (device, meaning) = (self.id(), self.calls.meaning(code));
-        // After these the driver refuses everything: it is shut down, the device is gone, or the context is damaged.
-        if matches!(code, 4 | 46 | 214 | 220 | 226 | 700..=727) {
+        if is_end(code) {
             return DeviceError::Lost { device, meaning: format!("{operation}: {meaning} (code {code})") };
         }
         DeviceError::Failed { device, operation, code: i64::from(code), meaning }
@@ -314,8 +334,9 @@ impl Device for CudaDevice {
         self.0.inside("cuEventCreate", || unsafe {
             (calls.cuEventCreate)(&raw mut event, EVENT_DISABLE_TIMING)
         })?;
-        let under_way = UnderWay { device: self.clone(), event, ended: None };
-        let mut operation = "cuMemcpyAsync";
+        let mut under_way =
+            UnderWay { device: self.clone(), event, recorded: false, failed: None, told: false, ended: None };
+        let (mut operation, mut submitted, mut recorded) = ("cuMemcpyAsync", 0, false);
         let started = self.0.call(|| {
             for CopyRange { device, host, len } in ranges {
                 // SAFETY: the caller keeps both sides valid until the copy has ended.
@@ -330,26 +351,38 @@ impl Device for CudaDevice {
                 if code != 0 {
                     return code;
                 }
+                submitted += 1;
             }
             operation = "cuEventRecord";
             // SAFETY: event and stream are alive and of this context.
-            unsafe { (calls.cuEventRecord)(event, stream) }
+            let code = unsafe { (calls.cuEventRecord)(event, stream) };
+            recorded = code == 0;
+            code
         });
-        if started == 0 {
-            return Ok(Box::new(under_way));
+        if started != 0 {
+            let error = self.0.error(operation, started);
+            if submitted == 0 || is_end(started) {
+                return Err(error);
+            }
+            // Some ranges are under way, and fail as a whole when they have ended.
+            under_way.failed = Some(error);
+            // SAFETY: event and stream are alive and of this context.
+            recorded |= self.0.call(|| unsafe { (calls.cuEventRecord)(event, stream) }) == 0;
         }
-        let error = self.0.error(operation, started);
-        // Some ranges may be under way, and the caller must be free to let go of them.
-        if let Err(also) = self.0.synchronize() {
-            tracing::debug!(%also, "a stream was not waited for");
-        }
-        Err(error)
+        under_way.recorded = recorded;
+        Ok(Box::new(under_way))
     }
 }
 
 struct UnderWay {
     device: CudaDevice,
     event: CUevent,
+    /// Whether the event tells the end; if not, it has come when the stream is empty.
+    recorded: bool,
+    /// Why not all of it was submitted.
+    failed: Option<DeviceError>,
+    /// Whether an odd answer was spoken of.
+    told: bool,
     ended: Option<Result<(), DeviceError>>,
 }
 
@@ -360,11 +393,25 @@ impl Copying for UnderWay {
     fn poll(&mut self) -> Result<bool, DeviceError> {
         let inner = &self.device.0;
         if self.ended.is_none() {
-            // SAFETY: the event lives as long as `self`.
-            self.ended = match inner.call(|| unsafe { (inner.calls.cuEventQuery)(self.event) }) {
-                0 => Some(Ok(())),
+            let (operation, code) = if self.recorded {
+                // SAFETY: the event lives as long as `self`.
+                ("cuEventQuery", inner.call(|| unsafe { (inner.calls.cuEventQuery)(self.event) }))
+            } else {
+                // SAFETY: the stream lives as long as `inner`.
+                ("cuStreamQuery", inner.call(|| unsafe { (inner.calls.cuStreamQuery)(inner.stream) }))
+            };
+            self.ended = match code {
+                0 => Some(self.failed.take().map_or(Ok(()), Err)),
                 NOT_READY => None,
-                code => Some(Err(inner.error("cuEventQuery", code))),
+                code if is_end(code) => Some(Err(inner.error(operation, code))),
+                // The question failed, which says nothing about the copy: it is asked again.
+                code => {
+                    if !std::mem::replace(&mut self.told, true) {
+                        let error = inner.error(operation, code);
+                        tracing::warn!(%error, "it is not known whether a copy has ended");
+                    }
+                    None
+                }
             };
         }
         match &self.ended {

@@ -21,7 +21,8 @@ use crate::error::{LossReason, ReadError};
 use crate::stream::commands::{AcceptedRead, after};
 use crate::stream::key::{Key, Nonce};
 use crate::stream::local::{LocalPath, Taken, Waiting};
-use crate::stream::plan::{Cut, Intervals};
+use crate::stream::plan::Cut;
+use crate::stream::reads::Share;
 use crate::stream::shared::Shared;
 use crate::stream::target::{Place, Target};
 use crate::stream::work::Work;
@@ -464,26 +465,28 @@ impl LocalPath for Peers {
         }
     }
 
-    fn detach(&self, peer: PeerId) -> HashMap<OpId, Intervals> {
-        let jobs: Vec<Arc<Job>> = {
+    fn detach(&self, peer: PeerId) -> Vec<Share> {
+        let (jobs, mut shares) = {
             let mut state = self.lock();
             let gone = state.peers.remove(&peer);
             state.gone.extend(gone);
-            state.waiting.retain(|_, of| *of != peer);
+            let waiting = state.waiting.extract_if(|_, of| *of == peer);
+            let shares: Vec<_> =
+                waiting.map(|((op, serial), _)| Share { op, serial, arrived: vec![] }).collect();
             state.queue.retain(|job| job.of != peer);
             let jobs: Vec<_> = state.jobs.values().filter(|job| job.of == peer).cloned().collect();
             state.jobs.retain(|_, job| job.of != peer);
-            jobs
+            (jobs, shares)
         };
         self.work.notify_one();
-        let mut arrived = HashMap::new();
         for job in jobs {
             let mut progress = job.lock();
             if !progress.ended {
                 progress.ended = true;
-                arrived.insert(job.op, std::mem::take(&mut progress.arrived));
+                let arrived = std::mem::take(&mut progress.arrived);
+                shares.push(Share { op: job.op, serial: job.serial, arrived });
             }
         }
-        arrived
+        shares
     }
 }

@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use super::frame::{Preface, ServeLimits};
 use super::key::Nonce;
+use super::pool::Handed;
 use super::shared::Link;
 use super::socket::Socket;
 use super::staging::Copied;
@@ -26,8 +27,10 @@ pub(crate) enum Command {
         serial: u64,
     },
     Send(Vec<u8>),
-    /// Messages were taken, or a slot is free; what waited for that may go on.
+    /// Messages were taken; what waited for that may go on.
     Resume,
+    /// A slot of pinned memory that was waited for.
+    Slot(Handed),
     /// A copy from or to a device has ended.
     Copied(Copied),
     Close(LossReason),

@@ -12,19 +12,22 @@ use super::commands::{AcceptedRead, Command, Control, after};
 use super::establish;
 use super::frame::{Preface, ServeLimits};
 use super::reader::{Others, Reader};
-use super::reads::Reads;
+use super::reads::{Reads, Share};
 use super::serve::Serve;
 use super::shared::{Link, Shared};
 use super::staging::{Copied, For};
 use super::target::Target;
 use super::writer::{Turn, Writer};
 use crate::contract::PeerId;
+use crate::device::Direction;
 use crate::error::LossReason;
 
 /// Bytes that a connection may move each way before it is others' turn.
 const TURN_BYTES: usize = 1 << 20;
 /// Commands that a connection takes before it moves bytes again.
 const TURN_COMMANDS: usize = 256;
+/// After so long without taking a byte a peer has stopped, and what was copied ahead for it makes room.
+const PATIENCE: Duration = Duration::from_millis(100);
 /// When nothing else is to be waited for.
 const LONG: Duration = Duration::from_secs(3600);
 
@@ -38,20 +41,25 @@ pub(crate) struct Connection {
     serve: Serve,
     writer: Writer,
     reason: Option<LossReason>,
+    mail: UnboundedSender<Command>,
 }
+
+/// The end of a task that does not say why.
+const UNKNOWN: LossReason = LossReason::Broken { kind: std::io::ErrorKind::Other, code: None };
 
 impl Connection {
     pub(crate) fn new(shared: Arc<Shared>, link: Link) -> Self {
-        let Link { peer, first, mail, commands, shortcut } = link;
+        let Link { peer, first, mail, commands, shortcut, count } = link;
         Self {
             peer,
             first,
             commands,
-            reads: Reads::new(Arc::clone(&shared), mail.clone(), Arc::clone(&shortcut)),
-            serve: Serve::new(shared.config.serve_limits(), mail),
+            reads: Reads::new(Arc::clone(&shared), mail.clone(), Arc::clone(&shortcut), count),
+            serve: Serve::new(shared.config.serve_limits(), mail.clone()),
             writer: Writer::new(Arc::clone(&shared), peer, shortcut),
             shared,
             reason: None,
+            mail,
         }
     }
 
@@ -80,11 +88,28 @@ impl Connection {
         self.settle().await;
     }
 
-    /// Reads end with their peer, but not before the copies into their destinations (rule T-3).
+    /// Reads end with their peer, but not before the copies into their destinations (rule T-3). Those that no copy is made for
+    /// end at once, and nothing new is accepted.
     async fn settle(&mut self) {
+        if self.reads.copying() == 0 {
+            return;
+        }
+        let reason = self.reason.clone().unwrap_or(UNKNOWN);
+        let error = self.shared.leaving(self.peer, reason);
+        // Others want what waits to be sent to nobody.
+        self.serve = Serve::new(self.shared.config.serve_limits(), self.mail.clone());
+        self.writer.abandon();
+        let mut shares = self.reads.leave(&error);
+        if let Some(local) = &self.shared.local {
+            shares.extend(local.detach(self.peer));
+        }
+        self.shared.end_shares(shares, &error);
         while self.reads.copying() > 0 {
             match self.commands.recv().await {
                 Some(Command::Copied(copied)) => self.copied(copied),
+                Some(Command::Read(read) | Command::Carry(read)) => {
+                    self.shared.end_shares(vec![Share::none(&read)], &error);
+                }
                 // Whatever it is, it is too late for it.
                 Some(_) => {}
                 None => return,
@@ -94,7 +119,7 @@ impl Connection {
 
     fn copied(&mut self, Copied { what, slot, result }: Copied) {
         match what {
-            For::Serve { number } => self.serve.copied(number, slot, result),
+            For::Serve { number } => self.serve.copied(&self.shared, number, slot, result),
             For::Read { op, interval } => {
                 // Others wait for it, not for what follows.
                 drop(slot);
@@ -160,6 +185,10 @@ impl Connection {
             Some(Command::Send(message)) => self.writer.message(message),
             // The next turn looks again.
             Some(Command::Resume) => {}
+            Some(Command::Slot(handed)) => match handed.direction {
+                Direction::ToHost => self.serve.handed(&self.shared, handed),
+                Direction::ToDevice => self.reads.handed(handed, &mut self.writer.control),
+            },
             Some(Command::Copied(copied)) => self.copied(copied),
             Some(Command::Close(reason)) => return Err(reason),
             None => return Err(LossReason::Closed),
@@ -216,6 +245,9 @@ impl Connection {
             }
             let sent = self.writer.turn(&stream, &mut self.serve, now, TURN_BYTES)?;
             self.check_life(&life, now)?;
+            if self.writer.blocked_since().is_some_and(|since| now >= after(since, PATIENCE)) {
+                self.serve.yield_slots();
+            }
 
             if received == Turn::More || sent == Turn::More || commands == TURN_COMMANDS {
                 tokio::task::yield_now().await;
@@ -270,21 +302,29 @@ impl Connection {
         let ping = after(life.last_byte.max(life.last_ping), config.keep_alive);
         let silent = after(life.last_byte, config.silence_limit);
         let slow = self.writer.blocked_since().map(|since| after(since, config.serve_limit));
-        [self.reads.alarm(), slow].into_iter().flatten().fold(ping.min(silent), Instant::min)
+        // Slots are given up then.
+        let tired = self.writer.blocked_since().filter(|_| self.serve.has_ready());
+        let tired = tired.map(|since| after(since, PATIENCE));
+        [self.reads.alarm(), slow, tired].into_iter().flatten().fold(ping.min(silent), Instant::min)
     }
 }
 
 impl Drop for Connection {
     /// However the task ends, its peer is lost then.
     fn drop(&mut self) {
-        let reason =
-            self.reason.take().unwrap_or(LossReason::Broken { kind: std::io::ErrorKind::Other, code: None });
+        let reason = self.reason.take().unwrap_or(UNKNOWN);
         tracing::debug!(peer = self.peer.0, %reason, "peer lost");
-        let mut arrived = self.reads.abandon();
-        if let Some(local) = &self.shared.local {
-            arrived.extend(local.detach(self.peer));
+        self.shared.leaving(self.peer, reason.clone());
+        let mut shares = self.reads.abandon();
+        while let Ok(command) = self.commands.try_recv() {
+            if let Command::Read(read) | Command::Carry(read) = command {
+                shares.push(Share::none(&read));
+            }
         }
-        self.shared.leave(self.peer, reason, arrived);
+        if let Some(local) = &self.shared.local {
+            shares.extend(local.detach(self.peer));
+        }
+        self.shared.leave(self.peer, reason, shares);
     }
 }
 

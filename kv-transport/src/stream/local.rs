@@ -1,12 +1,11 @@
 //! Where a transport can read a peer's memory without the peer's help, beside the connection that carries everything else.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 
 use super::commands::AcceptedRead;
-use super::plan::Intervals;
+use super::reads::Share;
 use super::target::Target;
 use crate::contract::{OpId, PeerId};
 use crate::error::LossReason;
@@ -40,6 +39,6 @@ pub(crate) trait LocalPath: Send + Sync + fmt::Debug {
     /// Ends a read early, if it is here.
     fn cancel(&self, op: OpId, serial: u64);
 
-    /// A peer is gone. When this returns, no read of it writes anything any more; says what had arrived.
-    fn detach(&self, peer: PeerId) -> HashMap<OpId, Intervals>;
+    /// A peer is gone. When this returns, no read of it writes anything any more; says what had arrived of those that had not ended.
+    fn detach(&self, peer: PeerId) -> Vec<Share>;
 }

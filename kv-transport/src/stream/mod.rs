@@ -16,6 +16,7 @@ pub(crate) mod key;
 pub(crate) mod limits;
 pub(crate) mod local;
 pub(crate) mod plan;
+pub(crate) mod pool;
 pub(crate) mod reader;
 pub(crate) mod reads;
 pub(crate) mod serve;

@@ -4,9 +4,12 @@
 //! are merged into runs, and a request covers an interval of the stream; so which of the caller's ranges arrived
 //! follows from the intervals that did, however they were merged or cut.
 
+use std::sync::Arc;
+
 use super::key::Key;
 use super::spans::Spans;
 use crate::contract::{OpId, RangeSet, ReadPart, ReadRange, RegionId};
+use crate::device::Device;
 use crate::error::TransportError;
 use crate::memory::{Memory, Place};
 
@@ -146,8 +149,13 @@ impl Plan {
         self.parts.iter().map(|part| part.ranges.len()).sum()
     }
 
+    /// The device to which the next bytes to be cut go.
+    pub(crate) fn next_device(&self, cursor: &Cursor) -> Option<&Arc<dyn Device>> {
+        let run = self.runs.get(cursor.run)?;
+        self.parts[run.part].memory.on_device()
+    }
+
     /// Whether bytes of it go to a device.
-    #[cfg(target_os = "linux")]
     pub(crate) fn to_device(&self) -> bool {
         self.parts.iter().any(|part| part.memory.on_device().is_some())
     }

@@ -29,11 +29,6 @@ enum Body {
     Held {
         len: usize,
     },
-    /// Data for which there is no slot of pinned memory yet.
-    HeldData {
-        chunk: u64,
-        len: u32,
-    },
     Bytes {
         of: Header,
         bytes: Vec<u8>,
@@ -73,8 +68,8 @@ impl Reader {
         Self { shared, peer, messages, head, filled: 0, body: Body::None, ending: None, scratch: vec![] }
     }
 
-    /// Receives until the socket is empty or the budget is used up; `Idle` means that messages have to be taken,
-    /// or a slot of pinned memory has to be free, before more may be received. The flag says whether anything arrived.
+    /// Receives until the socket is empty or the budget is used up; `Idle` means that messages have to be taken
+    /// before more may be received. The flag says whether anything arrived.
     pub(crate) fn turn(
         &mut self,
         stream: &Socket,
@@ -93,12 +88,6 @@ impl Reader {
                     }
                     Inbox::Open => self.begin_bytes(Header::Message { len: len as u32 }, len),
                 }
-            }
-            if let Body::HeldData { chunk, len } = self.body {
-                if !others.reads.stage(chunk, &mut others.writer.control) {
-                    return Ok((Turn::Idle, any));
-                }
-                self.body = Body::Data { chunk, left: u64::from(len) };
             }
             if budget == 0 {
                 return Ok((Turn::More, any));
@@ -119,7 +108,7 @@ impl Reader {
 
     fn receive(&mut self, stream: &Socket, reads: &mut Reads) -> io::Result<usize> {
         match &mut self.body {
-            Body::None | Body::Held { .. } | Body::HeldData { .. } => {
+            Body::None | Body::Held { .. } => {
                 vectored::receive(stream, None, &mut self.head[self.filled..HEADER_BYTES])
             }
             Body::Bytes { bytes, filled, len, .. } => {
@@ -152,7 +141,7 @@ impl Reader {
     fn advance(&mut self, bytes: usize, others: &mut Others<'_>, now: Instant) -> Result<(), &'static str> {
         let mut bytes = bytes;
         match &mut self.body {
-            Body::None | Body::Held { .. } | Body::HeldData { .. } => {}
+            Body::None | Body::Held { .. } => {}
             Body::Bytes { filled, len, .. } => {
                 let here = bytes.min(*len - *filled);
                 *filled += here;
@@ -197,7 +186,7 @@ impl Reader {
             Header::Message { len } => self.body = Body::Held { len: len as usize },
             Header::Data { chunk, len } => {
                 others.reads.begin_data(chunk, len)?;
-                self.body = Body::HeldData { chunk, len };
+                self.body = Body::Data { chunk, left: u64::from(len) };
             }
             Header::End { chunk, code } => others.reads.end(chunk, code, &mut others.writer.control)?,
             Header::Ping { id } => others.writer.pong(id),

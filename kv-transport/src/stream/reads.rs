@@ -2,12 +2,13 @@
 //!
 //! Only the IO thread, and in it only the task that owns this value, writes to the destinations of the reads that are here. So an operation can
 //! end at once: its requests are *detached*, which drops their destination, and what still arrives for them is
-//! drained into a scratch buffer (rule T-3). Bytes for a device are received into a slot of pinned memory, and copied from
-//! there when their chunk has ended well; an operation ends after its last copy, whatever ends it.
+//! drained into a scratch buffer (rule T-3). Bytes for a device are asked for once there is a slot of pinned memory for them, so
+//! that what arrives never has to wait. They are received there, and copied to the device when their chunk has ended well;
+//! an operation ends after its last copy, whatever ends it.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::Instant;
@@ -16,14 +17,15 @@ use super::commands::{AcceptedRead, Command, after};
 use super::frame::{EndCode, Header, ServeLimits, encode_read};
 use super::limits::{CHUNK_QUEUE_LIMIT, Limits};
 use super::plan::{Cut, Intervals};
+use super::pool::{Customer, Handed, Slot};
 use super::shared::Shared;
 use super::shortcut::{Posted, Shortcut, is_posted};
 use super::socket::Socket;
 use super::spans::Spans;
-use super::staging::{For, Slot};
+use super::staging::For;
 use super::work::Work;
 use crate::contract::OpId;
-use crate::device::{DeviceError, Direction};
+use crate::device::{Device, DeviceError, DeviceId, Direction};
 use crate::error::ReadError;
 use crate::memory::Memory;
 
@@ -38,6 +40,8 @@ struct Op {
     shares: usize,
     outstanding: usize,
     bytes_out: u64,
+    /// For its next chunk, if that goes to a device.
+    slot: Option<Slot>,
     /// Copies under way into its destination.
     copying: usize,
     arrived: Intervals,
@@ -46,7 +50,26 @@ struct Op {
     last_byte: Instant,
 }
 
+/// What a connection has done of a read that ends.
+#[derive(Debug)]
+pub(crate) struct Share {
+    pub(crate) op: OpId,
+    pub(crate) serial: u64,
+    pub(crate) arrived: Intervals,
+}
+
+impl Share {
+    /// Nothing of a read.
+    pub(crate) fn none(read: &AcceptedRead) -> Self {
+        Self { op: read.op, serial: read.serial, arrived: vec![] }
+    }
+}
+
 impl Op {
+    fn share(self) -> Share {
+        Share { op: self.id, serial: self.serial, arrived: self.arrived }
+    }
+
     /// Whether to leave the rest to other connections for now.
     fn is_sated(&self) -> bool {
         self.shares > 1 && self.bytes_out >= self.work.part(self.shares)
@@ -81,12 +104,16 @@ struct Chunk {
     data_seen: bool,
 }
 
+/// Operations in the order in which they get slots, and whether they are early ones.
+type Parked = VecDeque<(u64, bool)>;
+
 /// See the module.
 pub(crate) struct Reads {
     shared: Arc<Shared>,
-    /// Leads to the connection.
-    mail: UnboundedSender<Command>,
+    customer: Customer,
     shortcut: Arc<Shortcut>,
+    /// How many connections share the window.
+    links: Arc<AtomicU64>,
     ops: HashMap<u64, Op>,
     /// Operations that have come to their end, but for copies under way.
     ending: HashMap<u64, (Op, Result<(), ReadError>)>,
@@ -97,6 +124,8 @@ pub(crate) struct Reads {
     early: VecDeque<u64>,
     /// Other operations with something left to ask for. They take turns.
     ring: VecDeque<u64>,
+    /// Operations that wait for a slot for a device.
+    parked: HashMap<DeviceId, (Arc<dyn Device>, Parked)>,
     chunks: HashMap<u64, Chunk>,
     /// Chunks of the task's own, which is all but those that were posted.
     asked: u32,
@@ -108,17 +137,24 @@ pub(crate) struct Reads {
 }
 
 impl Reads {
-    pub(crate) fn new(shared: Arc<Shared>, mail: UnboundedSender<Command>, shortcut: Arc<Shortcut>) -> Self {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        mail: UnboundedSender<Command>,
+        shortcut: Arc<Shortcut>,
+        links: Arc<AtomicU64>,
+    ) -> Self {
         Self {
             shared,
-            mail,
+            customer: Customer::new(mail),
             shortcut,
+            links,
             ops: HashMap::new(),
             ending: HashMap::new(),
             copying: 0,
             by_id: HashMap::new(),
             early: VecDeque::new(),
             ring: VecDeque::new(),
+            parked: HashMap::new(),
             chunks: HashMap::new(),
             asked: 0,
             numbers: 0,
@@ -151,7 +187,7 @@ impl Reads {
     pub(crate) fn collect(&mut self) {
         for Posted { number, read, cut } in self.shortcut.collect() {
             self.insert(number, read);
-            self.expect(number, number, cut);
+            self.expect(number, number, cut, None);
         }
     }
 
@@ -170,6 +206,7 @@ impl Reads {
             shares,
             outstanding: 0,
             bytes_out: 0,
+            slot: None,
             copying: 0,
             arrived: vec![],
             deadline: after(submitted, limits.total),
@@ -182,16 +219,25 @@ impl Reads {
     }
 
     /// A chunk was asked for.
-    fn expect(&mut self, number: u64, op: u64, cut: Cut) {
-        let Cut { memory, local: spans, interval, .. } = cut;
+    fn expect(&mut self, number: u64, op: u64, cut: Cut, slot: Option<Slot>) {
+        let Cut { mut memory, local: mut spans, interval, .. } = cut;
         let bytes = spans.left() as u32;
+        let mut staged = None;
+        if let Some(slot) = slot
+            && let Some(pinned) = slot.memory().cloned()
+        {
+            let ranges = spans.rest().collect();
+            spans = Spans::default();
+            spans.push(0, bytes);
+            staged = Some(Staged { slot, memory: std::mem::replace(&mut memory, pinned), ranges });
+        }
         self.bytes_out += u64::from(bytes);
         self.shared.in_flight.fetch_add(u64::from(bytes), Ordering::Relaxed);
         if let Some(op) = self.ops.get_mut(&op) {
             op.outstanding += 1;
             op.bytes_out += u64::from(bytes);
         }
-        let destination = Some(Destination { op, memory, spans, staged: None });
+        let destination = Some(Destination { op, memory, spans, staged });
         self.chunks.insert(number, Chunk { destination, bytes, interval, data_seen: false });
     }
 
@@ -235,21 +281,29 @@ impl Reads {
     /// Appends requests as far as the window allows.
     pub(crate) fn request(&mut self, out: &mut Vec<u8>) {
         let Some(limits) = self.limits else { return };
+        if self.asked < limits.chunk_queue {
+            self.unpark(out);
+        }
         let Limits { bytes_in_flight_per_peer, bytes_in_flight_max: most, .. } = self.shared.config;
-        let window = bytes_in_flight_per_peer / u64::from(self.shared.config.connections_per_peer.max(1));
+        let window = bytes_in_flight_per_peer / self.links.load(Ordering::Relaxed).max(1);
         let mut sated = vec![];
         while self.asked < limits.chunk_queue {
             let next = u64::from(limits.chunk_bytes);
             let all = self.shared.in_flight.load(Ordering::Relaxed);
             let room = self.chunks.is_empty()
                 || (self.bytes_out + next <= window && all.saturating_add(next) <= most);
-            let number = self.early.pop_front().or_else(|| self.ring.pop_front_if(|_| room));
-            let Some(number) = number else { break };
+            let early = self.early.pop_front().map(|number| (number, true));
+            let next = early.or_else(|| self.ring.pop_front_if(|_| room).map(|number| (number, false)));
+            let Some((number, early)) = next else { break };
+            if !self.has_slot(number, early, out) {
+                continue;
+            }
             let Some(op) = self.ops.get_mut(&number) else { continue };
             if op.is_sated() {
                 sated.push(number);
                 continue;
             }
+            let slot = op.slot.take();
             let Some(cut) = op.work.cut(limits.chunk_bytes, limits.chunk_ranges as usize) else {
                 // Other connections took the rest.
                 self.finish_if_done(number, out);
@@ -263,9 +317,83 @@ impl Reads {
                 ring.push_back(number);
             }
             self.asked += 1;
-            self.expect(self.numbers, number, cut);
+            self.expect(self.numbers, number, cut, slot);
         }
         self.ring.extend(sated);
+    }
+
+    /// Whether there is a slot for the next chunk of an operation, or none is needed. If not, the operation is parked, and
+    /// [`Command::Slot`] follows.
+    fn has_slot(&mut self, number: u64, early: bool, out: &mut Vec<u8>) -> bool {
+        let Some(op) = self.ops.get_mut(&number).filter(|op| op.slot.is_none()) else { return true };
+        let Some(device) = op.work.next_device() else { return true };
+        let id = device.id();
+        // Those that wait already come first.
+        let got = match self.parked.get(&id) {
+            Some(_) => Ok(None),
+            None => self.shared.staging.slot(&**device, Direction::ToDevice, &self.customer),
+        };
+        match got {
+            Ok(Some(slot)) => op.slot = Some(slot),
+            Ok(None) => {
+                let device = Arc::clone(device);
+                let (_, waiting) = self.parked.entry(id).or_insert_with(|| (device, VecDeque::new()));
+                waiting.push_back((number, early));
+            }
+            Err(error) => self.finish(number, Err(error.into()), out),
+        }
+        self.ops.get(&number).is_some_and(|op| op.slot.is_some())
+    }
+
+    /// Asks for slots for those that wait.
+    fn unpark(&mut self, out: &mut Vec<u8>) {
+        if self.parked.is_empty() {
+            return;
+        }
+        let devices: Vec<_> = self.parked.values().map(|(device, _)| Arc::clone(device)).collect();
+        for device in devices {
+            let id = device.id();
+            while let Some((_, waiting)) = self.parked.get_mut(&id) {
+                while waiting.pop_front_if(|(number, _)| !self.ops.contains_key(number)).is_some() {}
+                if waiting.is_empty() {
+                    self.parked.remove(&id);
+                    break;
+                }
+                let direction = Direction::ToDevice;
+                let result = match self.shared.staging.slot(&*device, direction, &self.customer) {
+                    Ok(None) => break,
+                    Ok(Some(slot)) => Ok(slot),
+                    Err(error) => Err(error),
+                };
+                self.handed(Handed { direction, device: id, result }, out);
+            }
+        }
+    }
+
+    /// A slot that was waited for.
+    pub(crate) fn handed(&mut self, handed: Handed, out: &mut Vec<u8>) {
+        let Some((device, mut waiting)) = self.parked.remove(&handed.device) else { return };
+        match handed.result {
+            Ok(slot) => {
+                // If nobody wants it any more, it goes back.
+                while let Some((number, early)) = waiting.pop_front() {
+                    if let Some(op) = self.ops.get_mut(&number) {
+                        op.slot = Some(slot);
+                        let queue = if early { &mut self.early } else { &mut self.ring };
+                        queue.push_front(number);
+                        break;
+                    }
+                }
+                if !waiting.is_empty() {
+                    self.parked.insert(handed.device, (device, waiting));
+                }
+            }
+            Err(error) => {
+                for (number, _) in waiting {
+                    self.finish(number, Err(error.clone().into()), out);
+                }
+            }
+        }
     }
 
     /// The answer to a posted request can be faster than the look at what was posted.
@@ -287,30 +415,6 @@ impl Reads {
         }
         chunk.data_seen = true;
         Ok(())
-    }
-
-    /// Has a slot for a chunk's bytes if they go to a device. `false` if none is free: [`Command::Resume`] follows.
-    pub(crate) fn stage(&mut self, chunk: u64, out: &mut Vec<u8>) -> bool {
-        let destination = self.chunks.get_mut(&chunk).and_then(|chunk| chunk.destination.as_mut());
-        let Some(destination) = destination else { return true };
-        let Some(device) = destination.memory.on_device() else { return true };
-        let error = match self.shared.staging.slot(&**device, Direction::ToDevice, &self.mail) {
-            Ok(None) => return false,
-            Ok(Some(slot)) => {
-                if let Some(memory) = slot.memory().cloned() {
-                    let mut spans = Spans::default();
-                    spans.push(0, destination.spans.left() as u32);
-                    let memory = std::mem::replace(&mut destination.memory, memory);
-                    let ranges = std::mem::replace(&mut destination.spans, spans).rest().collect();
-                    destination.staged = Some(Staged { slot, memory, ranges });
-                }
-                return true;
-            }
-            Err(error) => error,
-        };
-        let op = destination.op;
-        self.finish(op, Err(error.into()), out);
-        true
     }
 
     /// Where the chunk's bytes go; `None` means to the scratch buffer.
@@ -355,7 +459,7 @@ impl Reads {
                 }
                 Some(Staged { slot, memory, ranges }) => {
                     let what = For::Read { op: number, interval: chunk.interval };
-                    match self.shared.staging.copy(what, slot, memory, ranges, &self.mail) {
+                    match self.shared.staging.copy(what, slot, memory, ranges, self.customer.mail()) {
                         Ok(()) => (op.copying, self.copying) = (op.copying + 1, self.copying + 1),
                         Err(error) => self.finish(number, Err(error.into()), out),
                     }
@@ -406,7 +510,8 @@ impl Reads {
     }
 
     fn finish(&mut self, number: u64, result: Result<(), ReadError>, out: &mut Vec<u8>) {
-        let Some(op) = self.ops.remove(&number) else { return };
+        let Some(mut op) = self.ops.remove(&number) else { return };
+        op.slot = None;
         self.by_id.remove(&op.id);
         if op.outstanding > 0 {
             self.detach(number);
@@ -431,17 +536,37 @@ impl Reads {
         }
     }
 
-    /// The connection is gone: the intervals that arrived of each operation, which ends now.
-    pub(crate) fn abandon(&mut self) -> HashMap<OpId, Intervals> {
-        self.shortcut.close();
+    /// The connection is gone: its share of each operation without copies under way, which ends now. The others end with
+    /// `error` after their last copy.
+    pub(crate) fn leave(&mut self, error: &ReadError) -> Vec<Share> {
+        let posted = self.close();
+        let (copying, ops): (HashMap<_, _>, HashMap<_, _>) =
+            self.ops.drain().partition(|(_, op)| op.copying > 0);
+        self.ending.extend(copying.into_iter().map(|(number, mut op)| {
+            op.slot = None;
+            (number, (op, Err(error.clone())))
+        }));
+        ops.into_values().map(Op::share).chain(posted).collect()
+    }
+
+    /// Returns its share of what callers have asked for, and nobody has looked at.
+    fn close(&mut self) -> impl Iterator<Item = Share> + use<> {
+        let posted = self.shortcut.close();
         self.chunks.clear();
         let left = std::mem::take(&mut self.bytes_out);
         self.shared.in_flight.fetch_sub(left, Ordering::Relaxed);
         self.early.clear();
         self.ring.clear();
+        self.parked.clear();
         self.by_id.clear();
+        posted.into_iter().map(|posted| Share::none(&posted.read))
+    }
+
+    /// The connection is gone: its share of each operation, which ends now.
+    pub(crate) fn abandon(&mut self) -> Vec<Share> {
+        let posted = self.close();
         let ending = self.ending.drain().map(|(_, (op, _))| op);
         let ops = self.ops.drain().map(|(_, op)| op);
-        ops.chain(ending).map(|op| (op.id, op.arrived)).collect()
+        ops.chain(ending).map(Op::share).chain(posted).collect()
     }
 }

@@ -7,16 +7,18 @@
 //! Chunks of device memory are copied to the host before they are sent, some of them ahead of the one that is sent next.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::commands::Command;
 use super::frame::{EndCode, Header, ReadBody, ServeLimits};
 use super::key::Key;
+use super::pool::{Customer, Handed, Slot};
 use super::shared::Shared;
 use super::spans::Spans;
-use super::staging::{For, Slot};
-use crate::device::{DeviceError, Direction};
+use super::staging::For;
+use crate::device::{Device, DeviceError, DeviceId, Direction};
 use crate::memory::Memory;
 
 /// Every so many turns the operation that waited longest is served, whatever it was sent before.
@@ -85,8 +87,7 @@ struct Ahead {
 /// See the module.
 pub(crate) struct Serve {
     granted: ServeLimits,
-    /// Leads to the connection.
-    mail: UnboundedSender<Command>,
+    customer: Customer,
     /// Only while there are chunks of devices.
     ahead: VecDeque<Ahead>,
     numbers: u64,
@@ -101,7 +102,7 @@ impl Serve {
     pub(crate) fn new(granted: ServeLimits, mail: UnboundedSender<Command>) -> Self {
         Self {
             granted,
-            mail,
+            customer: Customer::new(mail),
             ahead: VecDeque::new(),
             numbers: 0,
             ops: HashMap::new(),
@@ -164,7 +165,7 @@ impl Serve {
     }
 
     /// The next chunk to be sent. Ends of those that cannot be served are appended to `out`. `None` can also mean that
-    /// [`Command::Copied`] or [`Command::Resume`] has to come first.
+    /// [`Command::Copied`] or [`Command::Slot`] has to come first.
     pub(crate) fn next(&mut self, shared: &Shared, out: &mut Vec<u8>) -> Option<Sending> {
         let mut sending = self.finished(out);
         let staged = sending.as_ref().is_some_and(|sending| sending.slot.is_some());
@@ -202,30 +203,61 @@ impl Serve {
     }
 
     fn start_copies(&mut self, shared: &Shared) {
-        for ahead in self.ahead.iter_mut().filter(|ahead| matches!(ahead.stage, Stage::Wanted)) {
-            let Some(device) = ahead.memory.on_device().filter(|_| !ahead.cancelled) else { continue };
-            let started = match shared.staging.slot(&**device, Direction::ToHost, &self.mail) {
-                Ok(Some(slot)) => {
-                    let (what, ranges) = (For::Serve { number: ahead.number }, ahead.ranges.clone());
-                    shared.staging.copy(what, slot, ahead.memory.clone(), ranges, &self.mail)
+        // One device without a free slot is no reason for others to wait.
+        let mut short = vec![];
+        for ahead in self.ahead.iter_mut() {
+            let Some(device) = ahead.wants().filter(|device| !short.contains(&device.id())) else { continue };
+            match shared.staging.slot(&*device, Direction::ToHost, &self.customer) {
+                Ok(Some(slot)) => ahead.copy(shared, slot, &self.customer),
+                Ok(None) => short.push(device.id()),
+                Err(error) => ahead.fail(shared, device.id(), &error),
+            }
+        }
+    }
+
+    /// A slot that was waited for.
+    pub(crate) fn handed(&mut self, shared: &Shared, handed: Handed) {
+        let wants = |ahead: &&mut Ahead| ahead.wants().is_some_and(|device| device.id() == handed.device);
+        let mut wanting = self.ahead.iter_mut().filter(wants);
+        match handed.result {
+            // If nobody wants it any more, it goes back.
+            Ok(slot) => {
+                if let Some(first) = wanting.next() {
+                    first.copy(shared, slot, &self.customer);
                 }
-                Ok(None) => return,
-                Err(error) => Err(error),
-            };
-            ahead.stage = match started {
-                Ok(()) => Stage::Copying,
-                Err(error) => failed(&error),
-            };
+            }
+            Err(error) => wanting.for_each(|ahead| ahead.fail(shared, handed.device, &error)),
         }
     }
 
     /// A copy that was started for this connection has ended.
-    pub(crate) fn copied(&mut self, number: u64, slot: Slot, result: Result<(), DeviceError>) {
-        if let Some(ahead) = self.ahead.iter_mut().find(|ahead| ahead.number == number) {
-            ahead.stage = match result {
-                Ok(()) => Stage::Ready(slot),
-                Err(error) => failed(&error),
-            };
+    pub(crate) fn copied(
+        &mut self,
+        shared: &Shared,
+        number: u64,
+        slot: Option<Slot>,
+        result: Result<(), DeviceError>,
+    ) {
+        let Some(ahead) = self.ahead.iter_mut().find(|ahead| ahead.number == number) else { return };
+        let device = ahead.memory.on_device().map(|device| device.id());
+        match (result, slot, device) {
+            (Ok(()), Some(slot), _) => ahead.stage = Stage::Ready(slot),
+            (Err(error), _, Some(device)) => ahead.fail(shared, device, &error),
+            _ => ahead.stage = Stage::Failed,
+        }
+    }
+
+    /// Whether chunks that wait to be sent have slots.
+    pub(crate) fn has_ready(&self) -> bool {
+        self.ahead.iter().any(|ahead| matches!(ahead.stage, Stage::Ready(_)))
+    }
+
+    /// The peer takes nothing: others get the slots of chunks that wait, which are copied anew when it goes on.
+    pub(crate) fn yield_slots(&mut self) {
+        for ahead in &mut self.ahead {
+            if matches!(ahead.stage, Stage::Ready(_)) {
+                ahead.stage = Stage::Wanted;
+            }
         }
     }
 
@@ -248,12 +280,27 @@ impl Serve {
     }
 }
 
-fn failed(error: &DeviceError) -> Stage {
-    tracing::warn!(%error, "a peer's read fails");
-    Stage::Failed
-}
-
 impl Ahead {
+    /// The device that has its bytes, if a slot is wanted for them.
+    fn wants(&self) -> Option<Arc<dyn Device>> {
+        let wanted = matches!(self.stage, Stage::Wanted) && !self.cancelled;
+        self.memory.on_device().filter(|_| wanted).map(Arc::clone)
+    }
+
+    fn copy(&mut self, shared: &Shared, slot: Slot, customer: &Customer) {
+        let (what, ranges) = (For::Serve { number: self.number }, self.ranges.clone());
+        let device = slot.device().id();
+        match shared.staging.copy(what, slot, self.memory.clone(), ranges, customer.mail()) {
+            Ok(()) => self.stage = Stage::Copying,
+            Err(error) => self.fail(shared, device, &error),
+        }
+    }
+
+    fn fail(&mut self, shared: &Shared, device: DeviceId, error: &DeviceError) {
+        shared.staging.report(device, error);
+        self.stage = Stage::Failed;
+    }
+
     /// `None` if it has no bytes, or nobody wants them.
     fn send(self) -> Option<Sending> {
         let Self { cancelled, chunk, key, memory, ranges, stage, .. } = self;

@@ -4,8 +4,7 @@
 //! changed nothing (rule T-1). The lock also makes the end of a peer one step: its operations complete, its loss is
 //! announced and its id is void, with nothing in between (rule T-6).
 
-use std::collections::HashMap;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -19,6 +18,7 @@ use super::key::{Key, Nonce};
 use super::limits::{LINKS_LIMIT, Limits};
 use super::local::{LocalPath, Taken};
 use super::plan::{Cursor, Intervals, Plan};
+use super::reads::Share;
 use super::shortcut::{Prepared, Shortcut};
 use super::staging::Staging;
 use super::state::{Flight, Peer, Phase, Region, State};
@@ -51,6 +51,8 @@ pub(crate) struct Link {
     pub(crate) mail: UnboundedSender<Command>,
     pub(crate) commands: UnboundedReceiver<Command>,
     pub(crate) shortcut: Arc<Shortcut>,
+    /// How many connections the peer has.
+    pub(crate) count: Arc<AtomicU64>,
 }
 
 /// See the module.
@@ -147,10 +149,10 @@ impl Shared {
         let peer = PeerId(state.number());
         let (mail, commands) = unbounded_channel();
         let entry = Peer::new(peer, mail.clone(), ticket);
-        let shortcut = Arc::clone(&entry.shortcut);
+        let (shortcut, count) = (Arc::clone(&entry.shortcut), Arc::clone(&entry.count));
         state.slots += 1;
         state.peers.insert(peer, entry);
-        Ok(Link { peer, first: true, mail, commands, shortcut })
+        Ok(Link { peer, first: true, mail, commands, shortcut, count })
     }
 
     pub(crate) fn disconnect(&self, peer: PeerId) -> Result<(), TransportError> {
@@ -185,7 +187,8 @@ impl Shared {
         let cursor = prepared.as_ref().map_or_else(Cursor::default, Prepared::cursor);
         let work = Arc::new(Work::new(plan, cursor, submitted));
         let entry = state.peer(peer)?;
-        let spread = self.local.is_none() && work.plan.total() >= SPREAD_BYTES;
+        // Chunks for a device wait for slots, each in its order.
+        let spread = self.local.is_none() && work.plan.total() >= SPREAD_BYTES && !work.plan.to_device();
         let mut shares = if spread { entry.links.len() } else { 1 };
         let read = AcceptedRead { op, serial, work: Arc::clone(&work), shares, limits };
         if spread {
@@ -375,8 +378,10 @@ impl Shared {
         let (mail, commands) = unbounded_channel();
         entry.links.push(mail.clone());
         entry.tasks += 1;
+        entry.count.fetch_add(1, Ordering::Relaxed);
+        let count = Arc::clone(&entry.count);
         // The short way leads over the first connection only.
-        Some(Link { peer, first: false, mail, commands, shortcut: Arc::default() })
+        Some(Link { peer, first: false, mail, commands, shortcut: Arc::default(), count })
     }
 
     pub(crate) fn connected(&self, peer: PeerId) {
@@ -431,10 +436,26 @@ impl Shared {
         self.news.notify_one();
     }
 
+    /// A connection of a peer has ended, and with it all will: nothing more is accepted from now on. Says how its reads end.
+    pub(crate) fn leaving(&self, peer: PeerId, reason: LossReason) -> ReadError {
+        self.lock().leaving(peer, reason)
+    }
+
+    /// Ends shares of a connection that has ended and writes nothing for them any more.
+    pub(crate) fn end_shares(&self, mut shares: Vec<Share>, error: &ReadError) {
+        shares.sort_unstable_by_key(|share| share.serial);
+        for Share { op, serial, arrived } in shares {
+            self.complete_share(op, serial, Err(error.clone()), arrived);
+        }
+    }
+
     /// A connection of a peer is gone, and writes nothing any more. The others follow; with the last the peer is lost.
-    pub(crate) fn leave(&self, peer: PeerId, reason: LossReason, arrived: HashMap<OpId, Intervals>) {
-        if self.lock().leave(peer, reason, arrived) {
+    pub(crate) fn leave(&self, peer: PeerId, reason: LossReason, shares: Vec<Share>) {
+        let error = self.leaving(peer, reason);
+        if self.lock().left(peer, &shares) {
             self.lose(peer);
+        } else {
+            self.end_shares(shares, &error);
         }
     }
 
@@ -471,17 +492,19 @@ impl Shared {
         left.sort_unstable();
         // Quiet first, then told.
         for peer in &left {
-            let arrived = self.local.as_ref().map(|local| local.detach(*peer)).unwrap_or_default();
-            self.lock().leave(*peer, LossReason::Closed, arrived);
+            let error = self.leaving(*peer, LossReason::Closed);
+            let shares = self.local.as_ref().map(|local| local.detach(*peer)).unwrap_or_default();
+            self.end_shares(shares, &error);
         }
         for peer in left {
             self.lose(peer);
         }
         let mut state = self.lock();
         state.regions.clear();
-        state.phase = Phase::Finished;
         drop(state);
+        // Whoever learns that it is over may count on it.
         self.staging.close();
+        self.lock().phase = Phase::Finished;
         self.finished.notify_all();
         self.news.notify_one();
     }
@@ -499,7 +522,7 @@ mod tests {
         shared.disconnect(peer).unwrap();
         assert_eq!(shared.send(peer, vec![]), Err(TransportError::UnknownPeer { peer }));
         for reason in [LossReason::ClosedByPeer, LossReason::Silent] {
-            shared.leave(peer, reason, HashMap::new());
+            shared.leave(peer, reason, vec![]);
         }
         shared.finish();
         assert_eq!(shared.next_event().await, Some(Event::Accepted { peer }));
@@ -511,7 +534,7 @@ mod tests {
     #[tokio::test]
     async fn t3_t6_a_peer_is_lost_when_the_last_of_its_connections_has_ended() {
         let shared = Shared::new(TcpConfig::default().limits(), None);
-        let first = shared.accepted(None).unwrap();
+        let mut first = shared.accepted(None).unwrap();
         let peer = first.peer;
         let mut second = shared.join(peer).unwrap();
         let region = shared.register(Memory::allocate(4 << 20).unwrap(), 1).unwrap();
@@ -521,16 +544,20 @@ mod tests {
         shared.read(ReadRequest { op: OpId(1), peer, parts: vec![part], limits }).unwrap();
         assert_eq!(shared.next_event().await, Some(Event::Accepted { peer }));
 
-        let arrived = HashMap::from([(OpId(1), vec![(0, 4 << 20)])]);
-        shared.leave(peer, LossReason::Silent, arrived);
+        let Ok(Command::Read(read)) = first.commands.try_recv() else { panic!() };
+        let share = Share { op: OpId(1), serial: read.serial, arrived: vec![(0, 4 << 20)] };
+        shared.leave(peer, LossReason::Silent, vec![share]);
         // The other may still be writing: it is told to end, and nothing is told of it.
         assert!(shared.lock().events.is_empty());
-        assert!(matches!(second.commands.try_recv(), Ok(Command::Read(_))));
-        assert!(matches!(second.commands.try_recv(), Ok(Command::Close(_))));
+        let told: Vec<_> = std::iter::from_fn(|| second.commands.try_recv().ok()).collect();
+        assert!(
+            matches!(told[..], [Command::Read(_), Command::Close(_), Command::Cancel { .. }]),
+            "{told:?}"
+        );
         assert_eq!(shared.send(peer, vec![]), Err(TransportError::UnknownPeer { peer }));
         assert!(shared.join(peer).is_none());
 
-        shared.leave(peer, LossReason::Closed, HashMap::new());
+        shared.leave(peer, LossReason::Closed, vec![]);
         let Some(Event::ReadCompleted { op: OpId(1), outcome }) = shared.next_event().await else { panic!() };
         assert_eq!(outcome.result, Err(ReadError::PeerLost(LossReason::Silent)));
         assert!(outcome.arrived.is_all(), "{:?}", outcome.arrived);

@@ -97,11 +97,11 @@ impl Shortcut {
         kept
     }
 
-    /// The connection is gone.
-    pub(crate) fn close(&self) {
+    /// The connection is gone. Returns what was posted and not collected.
+    pub(crate) fn close(&self) -> VecDeque<Posted> {
         let mut posts = self.lock();
         posts.socket = None;
-        posts.posted.clear();
+        std::mem::take(&mut posts.posted)
     }
 
     /// What was posted since the last call.
@@ -131,7 +131,11 @@ impl Shortcut {
         let granted = posts.granted.filter(|_| posts.idle && posts.socket.is_some())?;
         let mut cursor = Cursor::default();
         let bytes = granted.chunk_bytes.min(POSTED_BYTES);
-        if plan.total() > u64::from(bytes) || self.open.load(Ordering::Relaxed) >= POSTED_MAX {
+        // What goes to a device needs a slot first.
+        if plan.to_device()
+            || plan.total() > u64::from(bytes)
+            || self.open.load(Ordering::Relaxed) >= POSTED_MAX
+        {
             return None;
         }
         let cut = plan.cut(&mut cursor, bytes, granted.chunk_ranges.min(POSTED_RANGES) as usize)?;

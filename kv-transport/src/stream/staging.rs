@@ -3,7 +3,7 @@
 //! For each device that a registered region lies on there are two pools of pinned slots, one for what is sent and one for what
 //! is received, so that neither direction can starve the other. A slot holds one whole chunk: a chunk is sent only when all of it
 //! is there, so nobody who holds a slot waits for a slot. One thread per device asks it for copies and waits for their end; the
-//! thread of the sockets never does.
+//! thread of the sockets never does. The code of a device is not ours: if it panics, the device is lost and nothing else is.
 //!
 //! A copy that was asked for is always waited for. It keeps the region's memory and the slot alive (rule T-4), and a read
 //! that has come to its end completes only after the last copy into its destination (rules T-2 and T-3).
@@ -11,15 +11,17 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender};
+use tokio::sync::mpsc::UnboundedSender;
 
 use super::commands::Command;
+use super::pool::{Customer, Pool, Slot};
 use crate::device::{CopyRange, Copying, Device, DeviceError, DeviceId, Direction};
 use crate::memory::Memory;
 
@@ -27,6 +29,8 @@ use crate::memory::Memory;
 const LOOK: Duration = Duration::from_micros(200);
 /// After so long a copy is spoken of in the log.
 const SLOW: Duration = Duration::from_secs(10);
+/// Failures of one device are spoken of at most this often.
+const LOG_PAUSE: Duration = Duration::from_secs(10);
 
 /// What a copy is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,18 +45,19 @@ pub(crate) enum For {
 #[derive(Debug)]
 pub(crate) struct Copied {
     pub(crate) what: For,
-    pub(crate) slot: Slot,
+    /// Gone if nobody knows whether the device still uses it.
+    pub(crate) slot: Option<Slot>,
     pub(crate) result: Result<(), DeviceError>,
 }
 
 /// What a thread is asked for.
-enum Job {
+pub(super) enum Job {
     Allocate(Arc<Pool>),
     Copy(Order),
 }
 
 /// A copy to be made between a slot, from its start, and ranges of a region.
-struct Order {
+pub(super) struct Order {
     what: For,
     slot: Slot,
     memory: Memory,
@@ -78,115 +83,6 @@ impl Drop for Writing {
     }
 }
 
-/// Pinned memory for one chunk. Back in its pool when dropped.
-pub(crate) struct Slot {
-    memory: Option<Memory>,
-    pool: Arc<Pool>,
-}
-
-impl Slot {
-    /// Its memory; `None` never, but for a slot on its way back.
-    pub(crate) fn memory(&self) -> Option<&Memory> {
-        self.memory.as_ref()
-    }
-}
-
-impl Drop for Slot {
-    fn drop(&mut self) {
-        if let Some(memory) = self.memory.take() {
-            self.pool.put(memory);
-        }
-    }
-}
-
-impl fmt::Debug for Slot {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slot").finish_non_exhaustive()
-    }
-}
-
-/// Slots of one device and direction.
-struct Pool {
-    device: Arc<dyn Device>,
-    slot_bytes: usize,
-    slots_max: usize,
-    jobs: Sender<Job>,
-    state: Mutex<PoolState>,
-}
-
-#[derive(Default)]
-struct PoolState {
-    free: Vec<Memory>,
-    /// Slots that exist or are being made.
-    total: usize,
-    /// Why the last one could not be made, if there is none at all.
-    failed: Option<DeviceError>,
-    waiting: Vec<WeakUnboundedSender<Command>>,
-}
-
-impl Pool {
-    fn lock(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// A slot; `None` if all are in use, and then [`Command::Resume`] follows when one may be had.
-    fn take(self: &Arc<Self>, waiter: &UnboundedSender<Command>) -> Result<Option<Slot>, DeviceError> {
-        let mut state = self.lock();
-        if let Some(memory) = state.free.pop() {
-            return Ok(Some(Slot { memory: Some(memory), pool: Arc::clone(self) }));
-        }
-        if let Some(error) = state.failed.take() {
-            return Err(error);
-        }
-        if state.total < self.slots_max {
-            state.total += 1;
-            // Without its thread there is no slot; the transport is at its end then.
-            self.jobs.send(Job::Allocate(Arc::clone(self))).ok();
-        }
-        // One sender for each connection is enough, however often it asks.
-        state.waiting.retain(|other| other.strong_count() > 0);
-        if !state.waiting.iter().any(|other| other.upgrade().is_some_and(|other| other.same_channel(waiter)))
-        {
-            state.waiting.push(waiter.downgrade());
-        }
-        Ok(None)
-    }
-
-    fn put(&self, memory: Memory) {
-        let mut state = self.lock();
-        state.free.push(memory);
-        let waiting = std::mem::take(&mut state.waiting);
-        drop(state);
-        wake(waiting);
-    }
-
-    /// Makes a slot. If that fails, those that exist have to do; if there are none, one who asks is told.
-    fn allocate(&self) {
-        match self.device.allocate_pinned(self.slot_bytes) {
-            Ok(memory) => self.put(memory),
-            Err(error) => {
-                let mut state = self.lock();
-                state.total -= 1;
-                if state.total == 0 {
-                    state.failed = Some(error);
-                } else {
-                    tracing::debug!(%error, slots = state.total, "no more pinned memory");
-                }
-                let waiting = if state.total == 0 { std::mem::take(&mut state.waiting) } else { vec![] };
-                drop(state);
-                wake(waiting);
-            }
-        }
-    }
-}
-
-fn wake(waiting: Vec<WeakUnboundedSender<Command>>) {
-    for waiter in waiting.into_iter().filter_map(|waiter| waiter.upgrade()) {
-        // A connection that is gone wants no slot.
-        waiter.send(Command::Resume).ok();
-    }
-}
-
 /// A device in use.
 struct Lane {
     sending: Arc<Pool>,
@@ -201,6 +97,7 @@ pub(crate) struct Staging {
     slots_max: usize,
     lanes: Mutex<Lanes>,
     writing: Arc<AtomicUsize>,
+    reports: Mutex<Reports>,
 }
 
 #[derive(Default)]
@@ -215,7 +112,8 @@ impl Staging {
     pub(crate) fn new(name: &'static str, slot_bytes: u32, bytes: usize) -> Self {
         let slot_bytes = slot_bytes as usize;
         let slots_max = (bytes / slot_bytes).max(1);
-        Self { name, slot_bytes, slots_max, lanes: Mutex::default(), writing: Arc::default() }
+        let (lanes, reports) = (Mutex::default(), Mutex::default());
+        Self { name, slot_bytes, slots_max, lanes, writing: Arc::default(), reports }
     }
 
     fn lock(&self) -> MutexGuard<'_, Lanes> {
@@ -230,16 +128,16 @@ impl Staging {
             return Ok(());
         }
         let (jobs, receiver) = channel();
-        let copying = Arc::clone(device);
+        let pool = |direction| Pool::new(device, direction, self.slot_bytes, self.slots_max, &jobs);
+        let (sending, receiving) = (pool(Direction::ToHost), pool(Direction::ToDevice));
+        // Without a hold on them: they have the sender of the thread's jobs.
+        let pools = [Arc::downgrade(&sending), Arc::downgrade(&receiving)];
+        let mut copier =
+            Copier { device: Arc::clone(device), id, pools, lost: None, under_way: VecDeque::new() };
         let name = format!("kv-{}-{}", self.name, id.kind);
-        let thread = std::thread::Builder::new().name(name).spawn(move || run(&*copying, &receiver))?;
+        let thread = std::thread::Builder::new().name(name).spawn(move || copier.run(&receiver))?;
         lanes.threads.push(thread);
-        let pool = || {
-            let state = Mutex::default();
-            let (device, jobs) = (Arc::clone(device), jobs.clone());
-            Arc::new(Pool { device, slot_bytes: self.slot_bytes, slots_max: self.slots_max, jobs, state })
-        };
-        let lane = Lane { sending: pool(), receiving: pool(), jobs };
+        let lane = Lane { sending, receiving, jobs };
         lanes.by_device.insert(id, lane);
         Ok(())
     }
@@ -253,13 +151,13 @@ impl Staging {
         &self,
         device: &dyn Device,
         direction: Direction,
-        waiter: &UnboundedSender<Command>,
+        who: &Customer,
     ) -> Result<Option<Slot>, DeviceError> {
         let pool = self.lock().by_device.get(&device.id()).map(|lane| match direction {
             Direction::ToHost => Arc::clone(&lane.sending),
             Direction::ToDevice => Arc::clone(&lane.receiving),
         });
-        pool.ok_or_else(|| Self::gone(device))?.take(waiter)
+        pool.ok_or_else(|| Self::gone(device))?.take(who)
     }
 
     /// Has a slot filled from ranges of a region ([`For::Serve`]), or emptied into them ([`For::Read`]).
@@ -272,13 +170,21 @@ impl Staging {
         ranges: Vec<(u64, u32)>,
         reply: &UnboundedSender<Command>,
     ) -> Result<(), DeviceError> {
-        let device = Arc::clone(&slot.pool.device);
+        let device = Arc::clone(slot.device());
         let writing = matches!(what, For::Read { .. }).then(|| Writing::new(&self.writing));
         let order = Order { what, slot, memory, ranges, reply: reply.clone(), writing };
         let sent = self.lock().by_device.get(&device.id()).map(|lane| lane.jobs.send(Job::Copy(order)));
         match sent {
             Some(Ok(())) => Ok(()),
             _ => Err(Self::gone(&*device)),
+        }
+    }
+
+    /// A peer's read fails because of a device; the log has to say so once and not for every chunk.
+    pub(crate) fn report(&self, device: DeviceId, error: &DeviceError) {
+        let due = self.reports.lock().unwrap_or_else(PoisonError::into_inner).due(device, Instant::now());
+        if let Some(kept_back) = due {
+            tracing::warn!(%error, kept_back, "reads of peers fail");
         }
     }
 
@@ -294,10 +200,8 @@ impl Staging {
         let gone = std::mem::take(&mut lanes.by_device);
         drop(lanes);
         for lane in gone.into_values() {
-            for pool in [&lane.sending, &lane.receiving] {
-                let free = std::mem::take(&mut pool.lock().free);
-                drop(free);
-            }
+            lane.sending.close();
+            lane.receiving.close();
         }
     }
 
@@ -305,12 +209,14 @@ impl Staging {
     pub(crate) fn join(&self, limit: Duration) {
         const PAUSE: Duration = Duration::from_millis(1);
         let start = Instant::now();
-        for thread in std::mem::take(&mut self.lock().threads) {
+        // Others need the lock meanwhile.
+        let threads = std::mem::take(&mut self.lock().threads);
+        for thread in threads {
             while !thread.is_finished() && start.elapsed() < limit {
                 std::thread::sleep(PAUSE);
             }
             if thread.is_finished() {
-                // A panic has been noticed by those whose copies never ended.
+                // What a device's code does wrong is caught before; the rest has been told by the log.
                 thread.join().ok();
             } else {
                 tracing::warn!(
@@ -336,49 +242,104 @@ struct UnderWay {
     told: bool,
 }
 
-/// Asks the device for copies, and tells of their end in the order in which they were asked for, as the device does them.
-fn run(device: &dyn Device, jobs: &Receiver<Job>) {
-    let mut under_way = VecDeque::<UnderWay>::new();
-    let mut open = true;
-    while open || !under_way.is_empty() {
-        loop {
-            let next = if under_way.is_empty() && open {
-                jobs.recv().map_err(|_| TryRecvError::Disconnected)
-            } else {
-                jobs.try_recv()
-            };
-            match next {
-                Ok(Job::Allocate(pool)) => pool.allocate(),
-                Ok(Job::Copy(order)) => match start(device, &order) {
-                    Ok(copying) => {
-                        let since = Instant::now();
-                        under_way.push_back(UnderWay { order, copying, since, told: false });
+/// The thread of a device: asks it for copies, and tells of their end in the order in which they were asked for, as the device does
+/// them.
+struct Copier {
+    device: Arc<dyn Device>,
+    id: DeviceId,
+    pools: [Weak<Pool>; 2],
+    /// Set once its code has panicked: it is not asked for anything any more.
+    lost: Option<DeviceError>,
+    under_way: VecDeque<UnderWay>,
+}
+
+impl Copier {
+    fn run(&mut self, jobs: &Receiver<Job>) {
+        let mut open = true;
+        while open || !self.under_way.is_empty() {
+            loop {
+                let next = if self.under_way.is_empty() && open {
+                    jobs.recv().map_err(|_| TryRecvError::Disconnected)
+                } else {
+                    jobs.try_recv()
+                };
+                match next {
+                    Ok(Job::Allocate(pool)) => self.allocate(&pool),
+                    Ok(Job::Copy(order)) => self.start(order),
+                    Err(TryRecvError::Empty) => break,
+                    Err(TryRecvError::Disconnected) => {
+                        open = false;
+                        break;
                     }
-                    Err(error) => order.end(Err(error)),
-                },
-                Err(TryRecvError::Empty) => break,
-                Err(TryRecvError::Disconnected) => {
-                    open = false;
-                    break;
                 }
             }
+            self.look();
         }
-        if let Some(oldest) = under_way.front_mut() {
-            let result = match oldest.copying.wait(LOOK) {
-                Ok(false) => {
-                    if !oldest.told && oldest.since.elapsed() > SLOW {
-                        oldest.told = true;
-                        tracing::warn!(device = %device.id(), "a copy does not end; reads that need it wait");
-                    }
-                    continue;
-                }
-                Ok(true) => Ok(()),
-                Err(error) => Err(error),
-            };
-            if let Some(ended) = under_way.pop_front() {
-                ended.order.end(result);
+    }
+
+    /// Calls the device's code, which is not ours: `None` if it panicked, and then the device is lost.
+    fn guarded<T>(&mut self, call: impl FnOnce() -> T) -> Option<T> {
+        if let Ok(done) = catch_unwind(AssertUnwindSafe(call)) {
+            return Some(done);
+        }
+        let error = DeviceError::Lost { device: self.id, meaning: "its code panicked".into() };
+        tracing::error!(%error, "no more copies are asked for");
+        self.pools.iter().filter_map(Weak::upgrade).for_each(|pool| pool.lose(&error));
+        self.lost = Some(error);
+        None
+    }
+
+    fn allocate(&mut self, pool: &Arc<Pool>) {
+        // Those who wait for slots of a lost device were told.
+        if self.lost.is_none()
+            && let Some(made) = self.guarded(|| pool.allocate())
+        {
+            pool.made(made);
+        }
+    }
+
+    fn start(&mut self, order: Order) {
+        if let Some(lost) = self.lost.clone() {
+            return order.end(Err(lost));
+        }
+        let device = Arc::clone(&self.device);
+        match self.guarded(|| start(&*device, &order)) {
+            Some(Ok(copying)) => {
+                let since = Instant::now();
+                self.under_way.push_back(UnderWay { order, copying, since, told: false });
             }
+            Some(Err(error)) => order.end(Err(error)),
+            None => order.give_up(self.lost()),
         }
+    }
+
+    fn lost(&self) -> DeviceError {
+        self.lost.clone().unwrap_or(DeviceError::Lost { device: self.id, meaning: String::new() })
+    }
+
+    /// Looks whether the oldest copy has ended.
+    fn look(&mut self) {
+        let Some(mut oldest) = self.under_way.pop_front() else { return };
+        let result = match self.guarded(|| oldest.copying.wait(LOOK)) {
+            Some(Ok(false)) => {
+                if !oldest.told && oldest.since.elapsed() > SLOW {
+                    oldest.told = true;
+                    tracing::warn!(device = %self.id, "a copy does not end; reads that need it wait");
+                }
+                self.under_way.push_front(oldest);
+                return;
+            }
+            Some(Ok(true)) => Ok(()),
+            Some(Err(error)) => Err(error),
+            None => {
+                let UnderWay { order, copying, .. } = oldest;
+                std::mem::forget(copying);
+                return order.give_up(self.lost());
+            }
+        };
+        let UnderWay { order, copying, .. } = oldest;
+        self.guarded(|| drop(copying));
+        order.end(result);
     }
 }
 
@@ -418,6 +379,211 @@ impl Order {
         // Whoever is told may free the region, and count on it.
         drop((memory, writing));
         // Without its connection there is nobody to tell; the slot goes back.
-        reply.send(Command::Copied(Copied { what, slot, result })).ok();
+        reply.send(Command::Copied(Copied { what, slot: Some(slot), result })).ok();
+    }
+
+    /// Nobody knows whether the copy goes on, and nobody can ask any more: its memory is never freed.
+    fn give_up(self, error: DeviceError) {
+        let Self { what, slot, memory, reply, .. } = self;
+        std::mem::forget(memory);
+        slot.leak();
+        reply.send(Command::Copied(Copied { what, slot: None, result: Err(error) })).ok();
+    }
+}
+
+/// Keeps failures that peers can provoke by asking again from filling the log.
+#[derive(Default)]
+struct Reports(HashMap<DeviceId, (Instant, u64)>);
+
+impl Reports {
+    /// Whether to speak of a device's failure now; then also how many were not spoken of.
+    fn due(&mut self, device: DeviceId, now: Instant) -> Option<u64> {
+        match self.0.get_mut(&device) {
+            Some((last, kept_back)) if now.saturating_duration_since(*last) < LOG_PAUSE => {
+                *kept_back += 1;
+                None
+            }
+            known => {
+                let kept_back = known.map_or(0, |(_, kept_back)| *kept_back);
+                self.0.insert(device, (now, 0));
+                Some(kept_back)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    enum Fault {
+        Hang,
+        PanicInCopy,
+        PanicInPoll,
+    }
+
+    /// Its copies do not end until they are let go, or its code panics.
+    #[derive(Debug)]
+    struct Faulty {
+        fault: Fault,
+        copies: Arc<Copies>,
+    }
+
+    #[derive(Debug, Default)]
+    struct Copies {
+        asked: AtomicBool,
+        end: AtomicBool,
+    }
+
+    struct Pending(Fault, Arc<Copies>);
+
+    impl Device for Faulty {
+        fn id(&self) -> DeviceId {
+            DeviceId { kind: "faulty", number: 0 }
+        }
+
+        fn name(&self) -> String {
+            "faulty".into()
+        }
+
+        fn allocate_pinned(&self, bytes: usize) -> Result<Memory, DeviceError> {
+            Ok(Memory::allocate(bytes).unwrap())
+        }
+
+        unsafe fn copy(&self, _: Direction, _: &[CopyRange]) -> Result<Box<dyn Copying>, DeviceError> {
+            assert_ne!(self.fault, Fault::PanicInCopy, "on purpose");
+            Ok(Box::new(Pending(self.fault, Arc::clone(&self.copies))))
+        }
+    }
+
+    impl Copying for Pending {
+        fn poll(&mut self) -> Result<bool, DeviceError> {
+            assert_ne!(self.0, Fault::PanicInPoll, "on purpose");
+            self.1.asked.store(true, Ordering::SeqCst);
+            Ok(self.1.end.load(Ordering::SeqCst))
+        }
+    }
+
+    struct Bench {
+        staging: Arc<Staging>,
+        device: Arc<dyn Device>,
+        copies: Arc<Copies>,
+        customer: Customer,
+        mail: UnboundedReceiver<Command>,
+        /// Lives as long as the region's memory does.
+        life: Arc<()>,
+    }
+
+    impl Bench {
+        fn new(fault: Fault) -> Self {
+            let copies = Arc::<Copies>::default();
+            let device: Arc<dyn Device> = Arc::new(Faulty { fault, copies: Arc::clone(&copies) });
+            let staging = Arc::new(Staging::new("test", 64, 256));
+            staging.open(&device).unwrap();
+            let (sender, mail) = unbounded_channel();
+            Self { staging, device, copies, customer: Customer::new(sender), mail, life: Arc::default() }
+        }
+
+        fn next(&mut self) -> Command {
+            let start = Instant::now();
+            loop {
+                match self.mail.try_recv() {
+                    Ok(command) => return command,
+                    Err(_) => assert!(start.elapsed() < LIMIT, "nothing was told"),
+                }
+                std::thread::yield_now();
+            }
+        }
+
+        fn slot(&mut self) -> Slot {
+            let direction = Direction::ToDevice;
+            if let Some(slot) = self.staging.slot(&*self.device, direction, &self.customer).unwrap() {
+                return slot;
+            }
+            match self.next() {
+                Command::Slot(handed) => handed.result.unwrap(),
+                other => panic!("{other:?}"),
+            }
+        }
+
+        /// Has one copied into the region.
+        fn copy(&mut self, slot: Slot) {
+            let device = Arc::clone(&self.device);
+            // SAFETY: this device never copies anything.
+            let memory = unsafe { Memory::device(device, 1 << 40, 64, Arc::clone(&self.life) as _) }.unwrap();
+            let what = For::Read { op: 1, interval: (0, 64) };
+            self.staging.copy(what, slot, memory, vec![(0, 64)], self.customer.mail()).unwrap();
+        }
+
+        fn lost(&mut self) -> bool {
+            let Command::Copied(Copied { slot, result, .. }) = self.next() else { return false };
+            let kept = slot.is_some();
+            assert!(matches!(result, Err(DeviceError::Lost { .. })), "{result:?}");
+            kept
+        }
+    }
+
+    #[test]
+    fn a_device_whose_code_panics_is_lost_and_what_it_may_use_is_never_freed() {
+        for fault in [Fault::PanicInCopy, Fault::PanicInPoll] {
+            let mut bench = Bench::new(fault);
+            let slots = [bench.slot(), bench.slot()];
+            let mut kept = 0;
+            for slot in slots {
+                bench.copy(slot);
+                kept += u32::from(bench.lost());
+            }
+            // The first was given to the device, which may use it for ever; the second was not.
+            assert_eq!((kept, Arc::strong_count(&bench.life)), (1, 2), "{fault:?}");
+            assert!(!bench.staging.is_writing());
+            let refused = bench.staging.slot(&*bench.device, Direction::ToHost, &bench.customer);
+            assert!(matches!(refused, Err(DeviceError::Lost { .. })), "{refused:?}");
+            bench.staging.close();
+            let start = Instant::now();
+            bench.staging.join(LIMIT);
+            assert!(start.elapsed() < LIMIT / 2, "the thread does not end");
+        }
+    }
+
+    #[test]
+    fn a_thread_that_hangs_is_waited_for_without_the_lock() {
+        let mut bench = Bench::new(Fault::Hang);
+        let slot = bench.slot();
+        bench.copy(slot);
+        let start = Instant::now();
+        while !bench.copies.asked.load(Ordering::SeqCst) && start.elapsed() < LIMIT {
+            std::thread::yield_now();
+        }
+        let staging = Arc::clone(&bench.staging);
+        let joining = std::thread::spawn(move || staging.join(LIMIT));
+        // Once it has the threads it waits.
+        while !bench.staging.lock().threads.is_empty() && start.elapsed() < LIMIT {
+            std::thread::yield_now();
+        }
+        bench.staging.open(&bench.device).unwrap();
+        assert!(start.elapsed() < LIMIT / 2, "others wait as long as the one who joins");
+        bench.copies.end.store(true, Ordering::SeqCst);
+        // Its slot goes back: whoever has one keeps the thread.
+        drop(bench.next());
+        bench.staging.close();
+        joining.join().unwrap();
+        assert!(start.elapsed() < LIMIT / 2, "the thread does not end");
+    }
+
+    #[test]
+    fn failures_of_a_device_are_spoken_of_now_and_then() {
+        let (mut reports, now) = (Reports::default(), Instant::now());
+        let [one, two] = [1, 2].map(|number| DeviceId { kind: "x", number });
+        let told: Vec<_> = (0..100).filter_map(|_| reports.due(one, now)).collect();
+        assert_eq!((told, reports.due(two, now)), (vec![0], Some(0)));
+        assert_eq!(reports.due(one, now + LOG_PAUSE), Some(99));
+        assert_eq!(reports.due(one, now + LOG_PAUSE), None);
     }
 }

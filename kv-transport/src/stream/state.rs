@@ -3,12 +3,14 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::commands::Command;
 use super::key::Nonce;
 use super::plan::Intervals;
+use super::reads::Share;
 use super::shortcut::Shortcut;
 use super::work::Work;
 use crate::contract::{Event, OpId, PeerId, RangeSet, ReadOutcome, RegionId};
@@ -28,6 +30,8 @@ pub(super) struct Peer {
     id: PeerId,
     /// The ways to the tasks of its connections. The first carries messages.
     pub(super) links: Vec<UnboundedSender<Command>>,
+    /// How many there are, for whoever divides by it.
+    pub(super) count: Arc<AtomicU64>,
     /// Tasks that have not ended. The peer is lost when none is left.
     pub(super) tasks: usize,
     /// By which its further connections are known; only of those who connected to us.
@@ -51,6 +55,7 @@ impl Peer {
         Self {
             id,
             links: vec![link],
+            count: Arc::new(AtomicU64::new(1)),
             tasks: 1,
             ticket,
             let_go: false,
@@ -65,6 +70,16 @@ impl Peer {
         }
     }
 
+    /// Why it is lost, as it is told.
+    fn told(&self, phase: Phase) -> LossReason {
+        match (&self.ended, phase) {
+            // Whoever asked for the end is told so, whatever else came first.
+            _ if self.let_go => LossReason::Disconnected,
+            (Some(reason), Phase::Open) => reason.clone(),
+            _ => LossReason::Closed,
+        }
+    }
+
     /// Hands a command to its first connection, or says that there is none.
     pub(super) fn hand(&self, command: Command) -> Result<(), TransportError> {
         let gone = || TransportError::UnknownPeer { peer: self.id };
@@ -74,6 +89,14 @@ impl Peer {
     /// Hands a command to each connection. How many took it: one that has ended takes nothing.
     pub(super) fn hand_all(&self, command: impl Fn() -> Command) -> usize {
         self.links.iter().filter(|link| link.send(command()).is_ok()).count()
+    }
+}
+
+/// How reads from a lost peer end.
+fn lost(reason: &LossReason) -> ReadError {
+    match reason {
+        LossReason::Closed => ReadError::Closed,
+        reason => ReadError::PeerLost(reason.clone()),
     }
 }
 
@@ -219,26 +242,31 @@ impl State {
         }
     }
 
-    /// A connection of a peer has ended, and with it all of them. `true` if it was the last.
-    pub(super) fn leave(
-        &mut self,
-        peer: PeerId,
-        reason: LossReason,
-        arrived: HashMap<OpId, Intervals>,
-    ) -> bool {
-        let Some(entry) = self.peers.get_mut(&peer) else { return false };
-        for (op, arrived) in arrived {
-            if let Some(flight) = self.flights.get_mut(&op).filter(|flight| flight.peer == peer) {
-                flight.arrived.extend(arrived);
-            }
-        }
-        entry.ended.get_or_insert(reason);
-        entry.leaving = true;
-        entry.tasks = entry.tasks.saturating_sub(1);
-        if entry.tasks > 0 {
+    /// A connection of a peer has ended, and the others shall: nothing more is accepted. Says how its reads end.
+    pub(super) fn leaving(&mut self, peer: PeerId, reason: LossReason) -> ReadError {
+        let phase = self.phase;
+        let Some(entry) = self.peers.get_mut(&peer) else { return ReadError::Closed };
+        if entry.ended.is_none() {
+            entry.ended = Some(reason);
+            entry.leaving = true;
             entry.hand_all(|| Command::Close(LossReason::Closed));
         }
-        entry.tasks == 0
+        lost(&entry.told(phase))
+    }
+
+    /// A connection of a peer is gone. `true` if it was the last; then it is noted what it had of the peer's reads.
+    pub(super) fn left(&mut self, peer: PeerId, shares: &[Share]) -> bool {
+        let Some(entry) = self.peers.get_mut(&peer) else { return false };
+        entry.tasks = entry.tasks.saturating_sub(1);
+        let last = entry.tasks == 0;
+        for share in shares.iter().filter(|_| last) {
+            if let Some(flight) =
+                self.flights.get_mut(&share.op).filter(|flight| flight.serial == share.serial)
+            {
+                flight.arrived.extend_from_slice(&share.arrived);
+            }
+        }
+        last
     }
 
     /// The reads of a peer that is about to be lost, in order, with what arrived of them.
@@ -258,16 +286,8 @@ impl State {
     /// The end of a peer in one step: its reads complete, its loss is announced and its id is void (rule T-6).
     pub(super) fn lose(&mut self, peer: PeerId, mut arrived: HashMap<OpId, RangeSet>) {
         let Some(entry) = self.peers.remove(&peer) else { return };
-        let reason = match (entry.ended, self.phase) {
-            // Whoever asked for the end is told so, whatever else came first.
-            _ if entry.let_go => LossReason::Disconnected,
-            (Some(reason), Phase::Open) => reason,
-            _ => LossReason::Closed,
-        };
-        let error = match reason {
-            LossReason::Closed => ReadError::Closed,
-            ref reason => ReadError::PeerLost(reason.clone()),
-        };
+        let reason = entry.told(self.phase);
+        let error = lost(&reason);
         // Usually the same as before; what was accepted since then has nothing.
         for (op, serial, work, _) in self.remains(peer) {
             let ranges = work.plan.range_count();

@@ -2,12 +2,13 @@
 //! that the faster one does more.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::plan::{Cursor, Cut, Plan};
+use crate::device::Device;
 
 /// So much keeps a connection busy.
 const BUSY_BYTES: u64 = 1 << 20;
@@ -35,6 +36,11 @@ impl Work {
     /// The next request, as in [`Plan::cut`].
     pub(crate) fn cut(&self, max_bytes: u32, max_ranges: usize) -> Option<Cut> {
         self.plan.cut(&mut self.cursor(), max_bytes, max_ranges)
+    }
+
+    /// The device to which the next bytes to be cut go, if they do.
+    pub(crate) fn next_device(&self) -> Option<&Arc<dyn Device>> {
+        self.plan.next_device(&self.cursor())
     }
 
     /// Whether everything has been cut.

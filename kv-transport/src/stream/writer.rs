@@ -91,6 +91,11 @@ impl Writer {
         self.pong = Some(id);
     }
 
+    /// Lets go of the chunk that is being sent.
+    pub(crate) fn abandon(&mut self) {
+        self.data = None;
+    }
+
     /// Since when the socket has taken nothing, although something waits.
     pub(crate) fn blocked_since(&self) -> Option<Instant> {
         self.blocked_since
