@@ -16,7 +16,7 @@ use super::reads::{Reads, Share};
 use super::serve::Serve;
 use super::shared::{Link, Shared};
 use super::staging::{Copied, For};
-use super::target::Target;
+use super::target::{Place, Target};
 use super::writer::{Turn, Writer};
 use crate::contract::PeerId;
 use crate::device::Direction;
@@ -28,6 +28,8 @@ const TURN_BYTES: usize = 1 << 20;
 const TURN_COMMANDS: usize = 256;
 /// After so long without taking a byte a peer has stopped, and what was copied ahead for it makes room.
 const PATIENCE: Duration = Duration::from_millis(100);
+/// So many turns at most of what a peer sent before its end.
+const LAST_TURNS: usize = 16;
 /// When nothing else is to be waited for.
 const LONG: Duration = Duration::from_secs(3600);
 
@@ -36,6 +38,8 @@ pub(crate) struct Connection {
     shared: Arc<Shared>,
     peer: PeerId,
     first: bool,
+    /// Its end is that of the peer. An added connection is not tied before bytes have come over it.
+    tied: bool,
     commands: UnboundedReceiver<Command>,
     reads: Reads,
     serve: Serve,
@@ -53,6 +57,7 @@ impl Connection {
         Self {
             peer,
             first,
+            tied: first,
             commands,
             reads: Reads::new(Arc::clone(&shared), mail.clone(), Arc::clone(&shortcut), count),
             serve: Serve::new(shared.config.serve_limits(), mail.clone()),
@@ -84,6 +89,8 @@ impl Connection {
 
     /// Lives the life of a connection that was added to a peer.
     pub(crate) async fn run_further(mut self, stream: Socket, granted: ServeLimits) {
+        // The answer ends the probation here, and this one at the other side.
+        self.writer.ping();
         self.reason = self.serve_stream(stream, granted).await.err();
         self.settle().await;
     }
@@ -152,7 +159,11 @@ impl Connection {
         };
         self.shared.connected(self.peer);
         let count = (self.shared.config.connections_per_peer - 1).min(theirs.further);
-        if count > 0 {
+        // The same host again, whatever its name may mean by now.
+        if count > 0
+            && let Some(address) = stream.peer_addr()
+        {
+            let target = Target { place: Place::At(address), nonce: target.nonce };
             let (peer, ticket) = (self.peer, theirs.expected);
             // A thread that is at its end wants none.
             control.send(Control::Further { peer, target, ticket, count }).ok();
@@ -223,8 +234,7 @@ impl Connection {
             {
                 commands += 1;
                 if let Err(reason) = self.command(Some(command)) {
-                    // What was sent before should still get there, if the socket takes it at once.
-                    self.writer.turn(&stream, &mut self.serve, Instant::now(), TURN_BYTES).ok();
+                    self.last_turns(&stream, &mut reader);
                     return Err(reason);
                 }
             }
@@ -237,6 +247,12 @@ impl Connection {
             // Whoever does not listen must not complain of silence.
             if any || received == Turn::Idle {
                 life.last_byte = now;
+            }
+            if any && !self.tied {
+                self.tied = self.shared.tie(self.peer, self.mail.clone());
+                if !self.tied {
+                    return Err(LossReason::Closed);
+                }
             }
             self.reads.expire(now, &mut self.writer.control);
             self.reads.request(&mut self.writer.control);
@@ -255,6 +271,7 @@ impl Connection {
             }
             let wake = self.wake(&life);
             if !self.reads.may_sleep(wake) {
+                tokio::task::yield_now().await;
                 continue;
             }
             set(&mut sleep, wake);
@@ -274,7 +291,7 @@ impl Connection {
                 biased;
                 command = self.commands.recv() => {
                     if let Err(reason) = self.command(command) {
-                        self.writer.turn(&stream, &mut self.serve, Instant::now(), TURN_BYTES).ok();
+                        self.last_turns(&stream, &mut reader);
                         return Err(reason);
                     }
                 }
@@ -283,6 +300,20 @@ impl Connection {
                 () = &mut sleep => {}
             }
         }
+    }
+
+    /// What was sent before the end should still get there, if the socket takes it at once; and what has come before it
+    /// is still taken: another connection may have been faster to tell of the end.
+    fn last_turns(&mut self, stream: &Socket, reader: &mut Reader) {
+        let now = Instant::now();
+        let Self { reads, serve, writer, .. } = self;
+        let mut others = Others { reads, serve, writer };
+        for _ in 0..LAST_TURNS {
+            if !matches!(reader.turn(stream, &mut others, now, TURN_BYTES), Ok((Turn::More, _))) {
+                break;
+            }
+        }
+        self.writer.turn(stream, &mut self.serve, now, TURN_BYTES).ok();
     }
 
     fn check_life(&self, life: &Life, now: Instant) -> Result<(), LossReason> {
@@ -310,10 +341,13 @@ impl Connection {
 }
 
 impl Drop for Connection {
-    /// However the task ends, its peer is lost then.
+    /// However the task ends, its peer is lost then, unless it was on probation.
     fn drop(&mut self) {
         let reason = self.reason.take().unwrap_or(UNKNOWN);
-        tracing::debug!(peer = self.peer.0, %reason, "peer lost");
+        tracing::debug!(peer = self.peer.0, first = self.first, %reason, "a connection has ended");
+        if !self.tied {
+            return self.shared.withdraw(self.peer);
+        }
         self.shared.leaving(self.peer, reason.clone());
         let mut shares = self.reads.abandon();
         while let Ok(command) = self.commands.try_recv() {

@@ -33,6 +33,7 @@ pub(crate) async fn connect(
             let addresses = timeout_at(deadline, resolve(host, *port)).await.map_err(late)??;
             reach(&addresses, deadline).await?
         }
+        Place::At(address) => reach(&[*address], deadline).await?,
         #[cfg(target_os = "linux")]
         Place::Unix { name } => Socket::Unix(unix(name)?),
     };

@@ -1,11 +1,17 @@
 //! Connections that are added to a peer. They are served by threads of their own, which there are only once there is such a
 //! connection.
+//!
+//! An added connection is on probation until bytes have come over it: it carries no reads of ours, and its end concerns
+//! nobody. From then on it stands and falls with the others.
 
-use std::cell::OnceCell;
+use std::cell::RefCell;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::mpsc;
 use std::time::Duration;
 
-use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
@@ -24,41 +30,71 @@ const FAREWELL: Duration = Duration::from_secs(1);
 /// How long a connection may take to be added. Until then, and without it, the others do all the work.
 const ADD_LIMIT: Duration = Duration::from_secs(10);
 
-/// The threads.
+/// The life of an added connection.
+pub(super) type Life = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// The threads. Lives are given to them by turns.
 pub(super) struct Threads {
     name: String,
-    count: usize,
-    runtime: OnceCell<Option<Runtime>>,
+    most: usize,
+    started: RefCell<Vec<UnboundedSender<Life>>>,
+    turns: RefCell<usize>,
+    /// Each thread holds a sender until it ends.
+    alive: mpsc::Sender<()>,
+    ended: mpsc::Receiver<()>,
 }
 
 impl Threads {
     pub(super) fn new(shared: &Shared) -> Self {
-        let count = shared.config.connections_per_peer.clamp(2, LINKS_LIMIT) as usize - 1;
-        Self { name: format!("kv-{}-add", shared.config.name), count, runtime: OnceCell::new() }
+        let most = shared.config.connections_per_peer.clamp(2, LINKS_LIMIT) as usize - 1;
+        let (alive, ended) = mpsc::channel();
+        let name = format!("kv-{}-add", shared.config.name);
+        Self { name, most, started: RefCell::default(), turns: RefCell::default(), alive, ended }
     }
 
-    /// Where to serve an added connection. `None` if the system gives no thread.
-    pub(super) fn handle(&self) -> Option<&Handle> {
-        let start = || {
-            let builder = Builder::new_multi_thread()
-                .enable_all()
-                .worker_threads(self.count)
-                .thread_name(&self.name)
-                .build();
-            builder
-                .inspect_err(
-                    |error| tracing::warn!(%error, "no threads for further connections: one has to do"),
-                )
-                .ok()
-        };
-        self.runtime.get_or_init(start).as_ref().map(Runtime::handle)
-    }
-
-    /// Ends them. Must not be called inside of a runtime.
-    pub(super) fn end(self) {
-        if let Some(runtime) = self.runtime.into_inner().flatten() {
-            runtime.shutdown_timeout(FAREWELL);
+    /// Has a thread live this life. Without any thread it is dropped, and the peer's other connections go on.
+    pub(super) fn live(&self, life: Life) {
+        let mut started = self.started.borrow_mut();
+        if started.len() < self.most {
+            match self.start() {
+                Ok(thread) => started.push(thread),
+                Err(error) => {
+                    tracing::warn!(%error, threads = started.len(), "no thread for further connections")
+                }
+            }
         }
+        let mut turn = self.turns.borrow_mut();
+        *turn += 1;
+        if let Some(thread) = started.get(*turn % started.len().max(1)) {
+            // A thread ends after this value only.
+            thread.send(life).ok();
+        }
+    }
+
+    fn start(&self) -> std::io::Result<UnboundedSender<Life>> {
+        let (lives, mut receiver): (_, UnboundedReceiver<Life>) = unbounded_channel();
+        // What can fail is done here, where it can be told.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let alive = self.alive.clone();
+        std::thread::Builder::new().name(self.name.clone()).spawn(move || {
+            let _alive = alive;
+            runtime.block_on(async {
+                while let Some(life) = receiver.recv().await {
+                    tokio::spawn(life);
+                }
+            });
+            // What is left of their lives ends with the runtime.
+            runtime.shutdown_background();
+        })?;
+        Ok(lives)
+    }
+
+    /// Ends them.
+    pub(super) fn end(self) {
+        let Self { started, alive, ended, .. } = self;
+        drop((started, alive));
+        // Nothing is ever sent: the wait is over when the last sender is gone.
+        ended.recv_timeout(FAREWELL).ok();
     }
 }
 

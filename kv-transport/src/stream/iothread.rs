@@ -58,6 +58,7 @@ impl IoThread {
         let finish = Finish(Arc::clone(&self.shared));
         let threads = Threads::new(&self.shared);
         runtime.block_on(self.main(&threads));
+        // Connections that were added end when their peers do, which is now, or with their threads.
         threads.end();
         // The resolver of the system cannot be interrupted; its thread ends by itself.
         runtime.shutdown_background();
@@ -82,20 +83,12 @@ impl IoThread {
                     }
                     Some(Control::Further { peer, target, ticket, count }) => {
                         for _ in 0..count {
-                            let Some(handle) = threads.handle() else { break };
-                            let shared = Arc::clone(&self.shared);
-                            let task = handle.spawn(further::add(shared, peer, target.clone(), ticket, closed.clone()));
-                            tasks.spawn(async move { drop(task.await) });
+                            let (shared, target) = (Arc::clone(&self.shared), target.clone());
+                            threads.live(Box::pin(further::add(shared, peer, target, ticket, closed.clone())));
                         }
                     }
                     Some(Control::Joined(joined)) => {
-                        if let Some(handle) = threads.handle() {
-                            let task = handle.spawn(further::serve(Arc::clone(&self.shared), *joined));
-                            tasks.spawn(async move { drop(task.await) });
-                        } else {
-                            // Nobody serves it: the peer is told by its end, as of any other.
-                            drop(Connection::new(Arc::clone(&self.shared), joined.link));
-                        }
+                        threads.live(Box::pin(further::serve(Arc::clone(&self.shared), *joined)));
                     }
                     Some(Control::Shutdown) | None => break,
                 },

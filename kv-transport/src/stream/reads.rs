@@ -1,6 +1,6 @@
 //! The reading side of a connection: operations, the requests they are cut into, and what comes back.
 //!
-//! Only the IO thread, and in it only the task that owns this value, writes to the destinations of the reads that are here. So an operation can
+//! Only the task that owns this value writes for the requests that are here. So an operation can
 //! end at once: its requests are *detached*, which drops their destination, and what still arrives for them is
 //! drained into a scratch buffer (rule T-3). Bytes for a device are asked for once there is a slot of pinned memory for them, so
 //! that what arrives never has to wait. They are received there, and copied to the device when their chunk has ended well;
@@ -120,6 +120,8 @@ pub(crate) struct Reads {
     /// Copies under way for all of them.
     copying: usize,
     by_id: HashMap<OpId, u64>,
+    /// Operations that other connections work on too.
+    spread: Vec<u64>,
     /// Operations of which little was asked for yet.
     early: VecDeque<u64>,
     /// Other operations with something left to ask for. They take turns.
@@ -152,6 +154,7 @@ impl Reads {
             ending: HashMap::new(),
             copying: 0,
             by_id: HashMap::new(),
+            spread: vec![],
             early: VecDeque::new(),
             ring: VecDeque::new(),
             parked: HashMap::new(),
@@ -215,6 +218,9 @@ impl Reads {
         };
         self.alarm = Some(self.alarm.map_or(op.alarm(), |alarm| alarm.min(op.alarm())));
         self.by_id.insert(id, number);
+        if shares > 1 {
+            self.spread.push(number);
+        }
         self.ops.insert(number, op);
     }
 
@@ -259,6 +265,7 @@ impl Reads {
         if self.alarm.is_none_or(|alarm| now < alarm) {
             return;
         }
+        self.finish_shares(out);
         for op in self.ops.values_mut() {
             // Another connection may have had bytes for it.
             op.last_byte = op.last_byte.max(op.work.last_byte());
@@ -281,6 +288,7 @@ impl Reads {
     /// Appends requests as far as the window allows.
     pub(crate) fn request(&mut self, out: &mut Vec<u8>) {
         let Some(limits) = self.limits else { return };
+        self.finish_shares(out);
         if self.asked < limits.chunk_queue {
             self.unpark(out);
         }
@@ -300,7 +308,7 @@ impl Reads {
             }
             let Some(op) = self.ops.get_mut(&number) else { continue };
             if op.is_sated() {
-                sated.push(number);
+                sated.push((number, early));
                 continue;
             }
             let slot = op.slot.take();
@@ -319,7 +327,10 @@ impl Reads {
             self.asked += 1;
             self.expect(self.numbers, number, cut, slot);
         }
-        self.ring.extend(sated);
+        for (number, early) in sated {
+            let ring = if early { &mut self.early } else { &mut self.ring };
+            ring.push_back(number);
+        }
     }
 
     /// Whether there is a slot for the next chunk of an operation, or none is needed. If not, the operation is parked, and
@@ -500,6 +511,19 @@ impl Reads {
     /// Copies under way into destinations.
     pub(crate) fn copying(&self) -> usize {
         self.copying
+    }
+
+    /// Ends shares of reads of which other connections took the rest.
+    fn finish_shares(&mut self, out: &mut Vec<u8>) {
+        if self.spread.is_empty() {
+            return;
+        }
+        for number in std::mem::take(&mut self.spread) {
+            self.finish_if_done(number, out);
+            if self.ops.contains_key(&number) {
+                self.spread.push(number);
+            }
+        }
     }
 
     fn finish_if_done(&mut self, number: u64, out: &mut Vec<u8>) {

@@ -45,7 +45,7 @@ const SPREAD_BYTES: u64 = 1 << 20;
 /// What a connection's task is given.
 pub(crate) struct Link {
     pub(crate) peer: PeerId,
-    /// It carries messages, and its end is announced.
+    /// It carries messages and small reads.
     pub(crate) first: bool,
     /// Leads to the task.
     pub(crate) mail: UnboundedSender<Command>,
@@ -61,7 +61,7 @@ pub(crate) struct Shared {
     pub(crate) config: Limits,
     /// How peers' memory is read without their help, if there is a way.
     pub(crate) local: Option<Arc<dyn LocalPath>>,
-    /// Bytes asked for from all peers and not received. Only the IO thread counts here.
+    /// Bytes asked for from all peers and not received.
     pub(crate) in_flight: AtomicU64,
     /// How bytes of devices are had.
     pub(crate) staging: Staging,
@@ -160,8 +160,9 @@ impl Shared {
         state.open()?;
         let entry = state.peer(peer)?;
         (entry.let_go, entry.leaving) = (true, true);
-        // If its tasks are gone, so is the peer in a moment, with the same end.
-        entry.hand_all(|| Command::Close(LossReason::Disconnected));
+        // If its task is gone, so is the peer in a moment, with the same end. The other connections follow the first, which has
+        // messages to send.
+        entry.hand(Command::Close(LossReason::Disconnected)).ok();
         Ok(())
     }
 
@@ -368,20 +369,43 @@ impl Shared {
         state.peers.iter().find(|(_, entry)| entry.ticket == Some(ticket)).map(|(peer, _)| *peer)
     }
 
-    /// A further connection of a peer stands, unless the peer is on its way out or has enough of them.
+    /// A further connection of a peer stands, on probation, unless the peer is on its way out or has enough of them.
+    /// [`Shared::tie`] or [`Shared::withdraw`] follows.
     pub(crate) fn join(&self, peer: PeerId) -> Option<Link> {
         let mut state = self.lock();
         let entry = state.peer(peer).ok()?;
-        if entry.links.len() >= LINKS_LIMIT as usize {
+        if entry.links.len() + entry.untied >= LINKS_LIMIT as usize {
             return None;
         }
+        entry.untied += 1;
         let (mail, commands) = unbounded_channel();
-        entry.links.push(mail.clone());
-        entry.tasks += 1;
-        entry.count.fetch_add(1, Ordering::Relaxed);
         let count = Arc::clone(&entry.count);
         // The short way leads over the first connection only.
         Some(Link { peer, first: false, mail, commands, shortcut: Arc::default(), count })
+    }
+
+    /// A further connection has proved itself: from now on it does its share of the reads, and its end is the peer's.
+    /// `false` if the peer is on its way out.
+    pub(crate) fn tie(&self, peer: PeerId, mail: UnboundedSender<Command>) -> bool {
+        let mut state = self.lock();
+        let Ok(entry) = state.peer(peer) else { return false };
+        entry.untied = entry.untied.saturating_sub(1);
+        entry.links.push(mail);
+        entry.tasks += 1;
+        entry.count.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+
+    /// A further connection has ended before it proved itself.
+    pub(crate) fn withdraw(&self, peer: PeerId) {
+        if let Some(entry) = self.lock().peers.get_mut(&peer) {
+            entry.untied = entry.untied.saturating_sub(1);
+        }
+    }
+
+    /// How many connections a peer has.
+    pub(crate) fn links(&self, peer: PeerId) -> usize {
+        self.lock().peers.get(&peer).map_or(0, |entry| entry.links.len())
     }
 
     pub(crate) fn connected(&self, peer: PeerId) {
@@ -478,7 +502,7 @@ impl Shared {
     pub(crate) fn close_peers(&self) {
         for peer in self.lock().peers.values() {
             // A task that is gone has ended.
-            peer.hand_all(|| Command::Close(LossReason::Closed));
+            peer.hand(Command::Close(LossReason::Closed)).ok();
         }
     }
 
@@ -537,6 +561,8 @@ mod tests {
         let mut first = shared.accepted(None).unwrap();
         let peer = first.peer;
         let mut second = shared.join(peer).unwrap();
+        assert_eq!(shared.links(peer), 1, "on probation");
+        assert!(shared.tie(peer, second.mail.clone()));
         let region = shared.register(Memory::allocate(4 << 20).unwrap(), 1).unwrap();
         let range = crate::contract::ReadRange { remote_offset: 0, local_offset: 0, len: 4 << 20 };
         let part = ReadPart { key: shared.key(region).unwrap(), region, ranges: vec![range] };
@@ -556,6 +582,7 @@ mod tests {
         );
         assert_eq!(shared.send(peer, vec![]), Err(TransportError::UnknownPeer { peer }));
         assert!(shared.join(peer).is_none());
+        assert!(!shared.tie(peer, second.mail.clone()));
 
         shared.leave(peer, LossReason::Closed, vec![]);
         let Some(Event::ReadCompleted { op: OpId(1), outcome }) = shared.next_event().await else { panic!() };

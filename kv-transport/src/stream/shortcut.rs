@@ -81,7 +81,7 @@ pub(crate) struct Shortcut {
 }
 
 impl Shortcut {
-    /// The right to write to the socket. Nobody holds it for longer than a write that does not wait.
+    /// The right to write to the socket. Nobody waits while holding it.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Posts> {
         self.posts.lock().unwrap_or_else(PoisonError::into_inner)
     }

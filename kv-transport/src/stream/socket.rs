@@ -1,6 +1,7 @@
 //! The kinds of byte streams that carry a connection.
 
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
@@ -33,6 +34,15 @@ impl Socket {
             Self::Tcp(stream) => stream.set_nodelay(true),
             #[cfg(target_os = "linux")]
             Self::Unix(_) => Ok(()),
+        }
+    }
+
+    /// The other end, for a socket that has an address.
+    pub(crate) fn peer_addr(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Tcp(stream) => stream.peer_addr().ok(),
+            #[cfg(target_os = "linux")]
+            Self::Unix(_) => None,
         }
     }
 

@@ -32,7 +32,9 @@ pub(super) struct Peer {
     pub(super) links: Vec<UnboundedSender<Command>>,
     /// How many there are, for whoever divides by it.
     pub(super) count: Arc<AtomicU64>,
-    /// Tasks that have not ended. The peer is lost when none is left.
+    /// Connections that are on probation.
+    pub(super) untied: usize,
+    /// Tasks that have not ended, of those that are not on probation. The peer is lost when none is left.
     pub(super) tasks: usize,
     /// By which its further connections are known; only of those who connected to us.
     pub(super) ticket: Option<Nonce>,
@@ -56,6 +58,7 @@ impl Peer {
             id,
             links: vec![link],
             count: Arc::new(AtomicU64::new(1)),
+            untied: 0,
             tasks: 1,
             ticket,
             let_go: false,
@@ -206,15 +209,15 @@ impl State {
         } else {
             flight.arrived.extend(arrived);
         }
-        if let Err(error) = result
-            && flight.failed.is_none()
-        {
-            flight.failed = Some(error);
-            if flight.shares > 0
-                && let Some(peer) = self.peers.get(&flight.peer)
-            {
-                peer.hand_all(|| Command::Cancel { op, serial });
+        let others = self.peers.get(&flight.peer).filter(|_| flight.shares > 0);
+        match result {
+            // Nothing is left to be asked for; who has nothing outstanding has done its share.
+            Ok(()) => drop(others.map(|peer| peer.hand_all(|| Command::Resume))),
+            Err(error) if flight.failed.is_none() => {
+                flight.failed = Some(error);
+                others.map(|peer| peer.hand_all(|| Command::Cancel { op, serial }));
             }
+            Err(_) => {}
         }
         if flight.shares > 0 {
             return None;

@@ -64,7 +64,7 @@ pub struct TcpConfig {
     /// How long one who connects may take to say who it is. Default 5 s.
     pub handshake_limit: Duration,
     /// Most peers at a time. One that was lost counts until its loss has been taken with `next_event`.
-    /// Default 1024, the usual limit of open files of a process.
+    /// Default 1024. Each may have up to 8 connections, and each of these costs a descriptor.
     pub peers_max: usize,
 }
 

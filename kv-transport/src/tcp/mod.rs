@@ -119,6 +119,11 @@ impl Transport for TcpTransport {
         self.core.shared.next_event().await
     }
 
+    fn lane(&self, peer: PeerId) -> Option<String> {
+        let links = self.core.shared.links(peer);
+        (links > 1).then(|| format!("{links} connections"))
+    }
+
     async fn shutdown(&self, limit: Duration) {
         self.core.shutdown(limit).await;
     }

@@ -242,6 +242,50 @@ async fn t10_only_who_has_a_ticket_adds_a_connection_and_no_more_than_are_grante
 }
 
 #[tokio::test]
+async fn an_added_connection_that_ends_before_it_was_of_use_concerns_nobody() {
+    let client = transport_of(3);
+    let (listener, address) = Raw::listen();
+    let peer = client.connect(&address, LIMIT).unwrap();
+    let mut first = Raw::new(listener.accept().unwrap().0);
+    first.take(64);
+    first.send(&preface_of(2, &RAW_NONCE, &TICKET));
+    assert_eq!(event(&client).await, Event::Connected { peer });
+    // One is closed at once, the other after its preface.
+    drop(listener.accept().unwrap());
+    let mut other = Raw::new(listener.accept().unwrap().0);
+    other.take(64);
+    other.send(&preface(&RAW_NONCE, &[0; 16]));
+    assert_eq!(other.any_frame().kind, PING);
+    drop(other);
+    first.sync();
+    let region = client.register(Memory::allocate(4 * MIB).unwrap()).unwrap();
+    client.read(request(1, peer, &any_key(), region, vec![range(0, 0, 2 * MIB as u64)])).unwrap();
+    for at in 0..4 {
+        let asked = span(first.frame());
+        assert_eq!(asked.1, at * (MIB / 2) as u64);
+        answer(&mut first, &asked, &vec![1; 2 * MIB]);
+    }
+    assert_eq!(completion(&client, 1).await.result, Ok(()));
+}
+
+#[tokio::test]
+async fn t5_a_message_sent_before_the_end_arrives_though_other_connections_end_too() {
+    for _ in 0..50 {
+        let (server, client) = (transport_of(1), transport_of(4));
+        let (peer, back) = link(&client, &server).await;
+        let started = Instant::now();
+        while client.lane(peer).as_deref() != Some("4 connections") {
+            assert!(started.elapsed() < LIMIT);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        client.send(peer, b"last words".to_vec()).unwrap();
+        client.disconnect(peer).unwrap();
+        assert_eq!(event(&server).await, Event::Message { peer: back, bytes: b"last words".to_vec() });
+        loss(&server, back).await;
+    }
+}
+
+#[tokio::test]
 async fn t2_t11_scattered_reads_over_four_connections_and_a_clean_end() {
     let (server, client) = (transport_of(1), transport_of(4));
     let bytes = pattern(32 * MIB, 8);
@@ -249,6 +293,11 @@ async fn t2_t11_scattered_reads_over_four_connections_and_a_clean_end() {
     let (peer, _) = link(&client, &server).await;
     let memory = Memory::allocate(32 * MIB).unwrap();
     let region = client.register(memory.clone()).unwrap();
+    let started = Instant::now();
+    while client.lane(peer).as_deref() != Some("4 connections") {
+        assert!(started.elapsed() < LIMIT, "{:?}", client.lane(peer));
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
     for round in 0..8u64 {
         memory.write(0, &vec![0; 32 * MIB]).unwrap();
         // Every block of 64 KiB, in another order in each round.
