@@ -269,12 +269,11 @@ impl Connection {
                 tokio::task::yield_now().await;
                 continue;
             }
-            let wake = self.wake(&life);
-            if !self.reads.may_sleep(wake) {
+            set(&mut sleep, self.wake(&life));
+            if !self.reads.may_sleep(sleep.deadline()) {
                 tokio::task::yield_now().await;
                 continue;
             }
-            set(&mut sleep, wake);
             let interest = match (received == Turn::Blocked, sent == Turn::Blocked) {
                 (true, true) => Some(Interest::READABLE | Interest::WRITABLE),
                 (true, false) => Some(Interest::READABLE),
@@ -405,9 +404,10 @@ impl Life {
     }
 }
 
-/// Resets a timer only if that changes it: most rounds do not.
+/// Resets a timer if it would be late or has rung. One that is early costs a look in vain now and then; resetting it in every
+/// round would cost more.
 fn set(sleep: &mut std::pin::Pin<Box<Sleep>>, at: Instant) {
-    if sleep.deadline() != at {
+    if at < sleep.deadline() || sleep.is_elapsed() {
         sleep.as_mut().reset(at);
     }
 }

@@ -1,7 +1,8 @@
 //! The receiving half of a connection.
 //!
-//! Never more is received than what is known to come: the rest of a body, and the header behind it. So the bytes of a
-//! chunk go from the socket to their destination without a stop in a buffer.
+//! While data may come, never more is received than what is known to come: the rest of a body, and the header behind it. So
+//! the bytes of a chunk go from the socket to their destination without a stop in a buffer. Otherwise a small frame is
+//! received at once with its header.
 
 use std::io;
 use std::sync::Arc;
@@ -20,6 +21,8 @@ use crate::error::LossReason;
 
 /// Buffer for data that nobody wants any more.
 const SCRATCH_BYTES: usize = 64 << 10;
+/// What is received at once while no data can come.
+const AHEAD_BYTES: usize = 512;
 /// A body grows by this much as it arrives, so that a length alone costs no memory.
 const GROWTH_BYTES: usize = 64 << 10;
 
@@ -47,7 +50,8 @@ pub(crate) struct Reader {
     peer: PeerId,
     /// Whether messages may come.
     messages: bool,
-    head: [u8; 2 * HEADER_BYTES],
+    /// Bytes whose meaning is not known yet. Empty while a body is being received.
+    head: [u8; AHEAD_BYTES],
     filled: usize,
     body: Body,
     /// The chunk whose end has to come next.
@@ -64,7 +68,7 @@ pub(crate) struct Others<'a> {
 
 impl Reader {
     pub(crate) fn new(shared: Arc<Shared>, peer: PeerId, messages: bool) -> Self {
-        let head = [0; 2 * HEADER_BYTES];
+        let head = [0; AHEAD_BYTES];
         Self { shared, peer, messages, head, filled: 0, body: Body::None, ending: None, scratch: vec![] }
     }
 
@@ -85,8 +89,14 @@ impl Reader {
                     Inbox::Open if len == 0 => {
                         self.body = Body::None;
                         self.shared.deliver(self.peer, vec![]);
+                        self.parse(others).map_err(LossReason::Protocol)?;
+                        continue;
                     }
-                    Inbox::Open => self.begin_bytes(Header::Message { len: len as u32 }, len),
+                    Inbox::Open => {
+                        self.begin_bytes(Header::Message { len: len as u32 }, len);
+                        self.parse(others).map_err(LossReason::Protocol)?;
+                        continue;
+                    }
                 }
             }
             if budget == 0 {
@@ -109,7 +119,8 @@ impl Reader {
     fn receive(&mut self, stream: &Socket, reads: &mut Reads) -> io::Result<usize> {
         match &mut self.body {
             Body::None | Body::Held { .. } => {
-                vectored::receive(stream, None, &mut self.head[self.filled..HEADER_BYTES])
+                let end = if reads.expects_data() { HEADER_BYTES } else { AHEAD_BYTES };
+                vectored::receive(stream, None, &mut self.head[self.filled..end])
             }
             Body::Bytes { bytes, filled, len, .. } => {
                 let target = (*len).min(*filled + GROWTH_BYTES);
@@ -125,12 +136,17 @@ impl Reader {
             }
             // After data come its end and then another header.
             Body::Data { chunk, left } => match reads.destination(*chunk) {
-                Some(to) => vectored::receive(stream, Some((&to.memory, &to.spans)), &mut self.head),
+                Some(to) => {
+                    let behind = &mut self.head[..2 * HEADER_BYTES];
+                    vectored::receive(stream, Some((&to.memory, &to.spans)), behind)
+                }
                 None => {
                     self.scratch.resize(SCRATCH_BYTES, 0);
                     let take = usize::try_from(*left).unwrap_or(usize::MAX).min(SCRATCH_BYTES);
-                    let mut pieces =
-                        [io::IoSliceMut::new(&mut self.scratch[..take]), io::IoSliceMut::new(&mut self.head)];
+                    let mut pieces = [
+                        io::IoSliceMut::new(&mut self.scratch[..take]),
+                        io::IoSliceMut::new(&mut self.head[..2 * HEADER_BYTES]),
+                    ];
                     let known = if take as u64 == *left { 2 } else { 1 };
                     vectored::read(stream, &mut pieces[..known])
                 }
@@ -162,16 +178,38 @@ impl Reader {
             }
         }
         self.filled += bytes;
-        while matches!(self.body, Body::None)
-            && let Some(head) = self.head.first_chunk::<HEADER_BYTES>()
-            && self.filled >= HEADER_BYTES
-        {
-            let header = Header::decode(head, others.serve.granted())?;
-            self.head.copy_within(HEADER_BYTES.., 0);
-            self.filled -= HEADER_BYTES;
-            self.frame(header, others)?;
+        self.parse(others)
+    }
+
+    /// Makes sense of what is in `head`.
+    fn parse(&mut self, others: &mut Others<'_>) -> Result<(), &'static str> {
+        loop {
+            match &mut self.body {
+                Body::None if self.filled >= HEADER_BYTES => {
+                    let Some(head) = self.head.first_chunk::<HEADER_BYTES>() else { return Ok(()) };
+                    let header = Header::decode(head, others.serve.granted())?;
+                    self.drop_front(HEADER_BYTES);
+                    self.frame(header, others)?;
+                }
+                Body::Bytes { bytes, filled, len, .. } if self.filled > 0 => {
+                    let here = self.filled.min(*len - *filled);
+                    bytes.truncate(*filled);
+                    bytes.extend_from_slice(&self.head[..here]);
+                    *filled += here;
+                    let whole = filled == len;
+                    self.drop_front(here);
+                    if whole {
+                        self.finish_bytes(others)?;
+                    }
+                }
+                _ => return Ok(()),
+            }
         }
-        Ok(())
+    }
+
+    fn drop_front(&mut self, bytes: usize) {
+        self.head.copy_within(bytes..self.filled, 0);
+        self.filled -= bytes;
     }
 
     fn frame(&mut self, header: Header, others: &mut Others<'_>) -> Result<(), &'static str> {

@@ -407,6 +407,11 @@ impl Reads {
         }
     }
 
+    /// Whether bytes may come that have a place of their own.
+    pub(crate) fn expects_data(&self) -> bool {
+        !self.chunks.is_empty() || self.shortcut.is_used()
+    }
+
     /// The answer to a posted request can be faster than the look at what was posted.
     fn collect_if_unknown(&mut self, chunk: u64) {
         if is_posted(chunk) && !self.chunks.contains_key(&chunk) {

@@ -116,6 +116,11 @@ impl Shortcut {
         posts.posted.is_empty() && posts.rest.is_empty()
     }
 
+    /// Whether something is posted and has not ended. It is counted before it is written.
+    pub(crate) fn is_used(&self) -> bool {
+        self.open.load(Ordering::Acquire) > 0
+    }
+
     /// A posted chunk ended.
     pub(crate) fn ended(&self) {
         self.open.fetch_sub(1, Ordering::Relaxed);
@@ -170,7 +175,7 @@ impl Prepared<'_> {
         let mut frame = vec![];
         encode_read(&mut frame, number, number, cut.key, &cut.remote);
         let alarm = after(read.work.submitted, read.limits.total.min(read.limits.stall));
-        shortcut.open.fetch_add(1, Ordering::Relaxed);
+        shortcut.open.fetch_add(1, Ordering::AcqRel);
         posts.posted.push_back(Posted { number, read, cut });
         // A connection that breaks is the task's to notice: its socket says so.
         let sent = posts.socket.as_ref().and_then(|socket| socket.try_write(&frame).ok()).unwrap_or(0);
