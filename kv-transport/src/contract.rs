@@ -160,7 +160,7 @@ impl RangeSet {
     pub fn all(size: usize) -> Self {
         let mut bits = vec![u64::MAX; size.div_ceil(64)];
         if let Some(last) = bits.last_mut()
-            && size % 64 != 0
+            && !size.is_multiple_of(64)
         {
             *last = (1 << (size % 64)) - 1;
         }

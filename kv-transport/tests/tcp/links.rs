@@ -301,7 +301,7 @@ async fn t2_t11_scattered_reads_over_four_connections_and_a_clean_end() {
     for round in 0..8u64 {
         memory.write(0, &vec![0; 32 * MIB]).unwrap();
         // Every block of 64 KiB, in another order in each round.
-        let ranges = (0..512u64).map(|i| (i * 37 + round) % 512 << 16).map(|at| range(at, at, 1 << 16));
+        let ranges = (0..512u64).map(|i| ((i * 37 + round) % 512) << 16).map(|at| range(at, at, 1 << 16));
         client.read(request(round, peer, &key, region, ranges.collect())).unwrap();
         assert_eq!(completion(&client, round).await.result, Ok(()));
         assert!(contents(&memory) == bytes, "round {round}");
