@@ -31,7 +31,7 @@ fn positive(value: &Value) {
 
 #[test]
 fn the_json_has_exactly_the_promised_fields() {
-    let peers = ["--peers", "3", "--peer-seconds", "1", "--inflight", "2", "--json"];
+    let peers = ["--peers", "3", "--peer-seconds", "1", "--inflight", "2", "--connections", "1", "--json"];
     let (code, out, err) = kvx(&[&["bench"], &TINY[..], &peers].concat());
     assert_eq!(code, 0, "{err}");
     let all: Value = serde_json::from_str(out.lines().last().unwrap()).unwrap();
