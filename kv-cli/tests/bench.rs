@@ -30,6 +30,26 @@ fn positive(value: &Value) {
 }
 
 #[test]
+fn the_lane_is_that_of_the_end() {
+    let args = [
+        "bench",
+        "--block-bytes",
+        "64k",
+        "--total-bytes",
+        "4m",
+        "--pool-bytes",
+        "16m",
+        "--rounds",
+        "1",
+        "--json",
+    ];
+    let (code, out, err) = kvx(&[&args[..], &["--connections", "2"]].concat());
+    assert_eq!(code, 0, "{err}");
+    let whole: Value = serde_json::from_str(out.lines().last().unwrap()).unwrap();
+    assert_eq!(whole["rows"][0]["lane"], "2 connections");
+}
+
+#[test]
 fn the_json_has_exactly_the_promised_fields() {
     let peers = ["--peers", "3", "--peer-seconds", "1", "--inflight", "2", "--connections", "1", "--json"];
     let (code, out, err) = kvx(&[&["bench"], &TINY[..], &peers].concat());

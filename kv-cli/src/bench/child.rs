@@ -104,11 +104,20 @@ impl Process {
         Failure::new(self.name, format!("it answered with something else: {answer:?}"))
     }
 
-    /// Makes it what it is to be. Returns how it is reached, if it is a producer, and the lane that it uses.
-    pub(super) fn set_up(&mut self, setup: Setup) -> Result<(Option<ProducerAt>, String), Failure> {
+    /// Makes it what it is to be. Returns how it is reached, if it is a producer.
+    pub(super) fn set_up(&mut self, setup: Setup) -> Result<Option<ProducerAt>, Failure> {
         self.tell(&Ask::Setup(Box::new(setup)))?;
         match self.hear()? {
-            Answer::Ready { producer, lane } => Ok((producer, lane)),
+            Answer::Ready { producer } => Ok(producer),
+            other => Err(self.strange(&other)),
+        }
+    }
+
+    /// What carries a consumer's bytes.
+    pub(super) fn lane(&mut self) -> Result<String, Failure> {
+        self.tell(&Ask::Lane)?;
+        match self.hear()? {
+            Answer::Lane(lane) => Ok(lane),
             other => Err(self.strange(&other)),
         }
     }

@@ -79,7 +79,6 @@ pub(super) struct Measured {
 pub(super) struct Pair {
     pub(super) consumer: Process,
     pub(super) producer: Process,
-    pub(super) lane: String,
 }
 
 impl Pair {
@@ -95,9 +94,9 @@ impl Pair {
         };
         let mut producer = Process::start("producer")?;
         let mut consumer = Process::start("consumer")?;
-        let (at, _) = producer.set_up(setup.clone())?;
-        let (_, lane) = consumer.set_up(Setup { producer: at, floors, ..setup })?;
-        Ok(Self { consumer, producer, lane })
+        let at = producer.set_up(setup.clone())?;
+        consumer.set_up(Setup { producer: at, floors, ..setup })?;
+        Ok(Self { consumer, producer })
     }
 
     /// Compares one transfer; anything but the producer's bytes in the right blocks alone is a failure.
@@ -206,13 +205,14 @@ pub(super) fn measure(plan: &Plan, config: &Config, progress: &Progress) -> Resu
         progress.step();
     }
     let beside = beside::measure(plan, name, &mut pair)?;
+    let lane = pair.consumer.lane()?;
     let [plain_latency, latency_us] = small.map(|times| latencies(&times));
     let mut rows = vec![];
     for (shape, [memcpy, plain, own]) in plan.shapes.iter().zip(&rounds) {
         let Some(gbps) = Spread::of(&own.gbps) else { continue };
         rows.push(Row {
             transport: name.to_owned(),
-            lane: pair.lane.clone(),
+            lane: lane.clone(),
             block_bytes: shape.block_bytes,
             total_bytes: shape.bytes(),
             gbps,

@@ -61,7 +61,7 @@ pub(super) fn measure(plan: &Plan, config: &Config, progress: &Progress) -> Resu
         floors: false,
     };
     let mut producer = Process::start("producer")?;
-    let (at, _) = producer.set_up(setup.clone())?;
+    let at = producer.set_up(setup.clone())?;
     let mut consumers = vec![];
     for index in 0..plan.peers {
         let setup = Setup {

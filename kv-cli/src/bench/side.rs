@@ -45,6 +45,7 @@ pub(crate) fn run() -> Result<(), Failure> {
                 side = Some(made);
                 answer
             }),
+            (Ask::Lane, Some(side)) => Ok(Answer::Lane(side.lane())),
             (Ask::Used, _) => Ok(Answer::Used { cpu_s: own_cpu_s(), peak_bytes: own_peak_bytes() }),
             (Ask::ForgetPeak, _) => Ok(Answer::PeakForgotten(forget_own_peak())),
             (Ask::Check(job), Some(side)) => runtime.block_on(side.check(job)),
@@ -108,7 +109,6 @@ impl Side {
         };
         let transport = open_transport(&config).map_err(|e| e.to_string())?;
         let region = transport.register(pool.memory.clone()).map_err(|e| e.to_string())?;
-        let mut lane = transport.name().to_owned();
         let mut side =
             Self { transport, pool, region, source: None, twin: None, draws: Draws::new(seed), ops: 0 };
         let producer = match producer {
@@ -129,8 +129,6 @@ impl Side {
                 let job = Job { way: Way::Transport, shape, inflight: 1 };
                 let ids = side.draw(&job);
                 side.read(&job, &ids).await?;
-                let peer = side.source.as_ref().map(|source| source.peer);
-                lane = peer.and_then(|peer| side.transport.lane(peer)).unwrap_or(lane);
                 side.pool.poison().map_err(|e| format!("fill a pool: {e}"))?;
                 None
             }
@@ -140,7 +138,13 @@ impl Side {
             fill(&twin)?;
             side.twin = Some(twin);
         }
-        Ok((side, Answer::Ready { producer, lane }))
+        Ok((side, Answer::Ready { producer }))
+    }
+
+    /// The transport's name if it has nothing to say of the producer.
+    fn lane(&self) -> String {
+        let lane = self.source.as_ref().and_then(|source| self.transport.lane(source.peer));
+        lane.unwrap_or_else(|| self.transport.name().to_owned())
     }
 
     /// A producer must take the events of those who connect.

@@ -60,6 +60,8 @@ pub(super) struct Job {
 pub(super) enum Ask {
     /// First of all.
     Setup(Box<Setup>),
+    /// What carries the bytes by now: a transport may know only after some have passed.
+    Lane,
     /// What the process has used.
     Used,
     /// To forget the largest memory that it has had so far.
@@ -88,7 +90,8 @@ impl Ask {
 /// What a side answers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum Answer {
-    Ready { producer: Option<ProducerAt>, lane: String },
+    Ready { producer: Option<ProducerAt> },
+    Lane(String),
     Used { cpu_s: f64, peak_bytes: u64 },
     PeakForgotten(bool),
     Checked { bad: u64, spilled: u64 },
