@@ -22,10 +22,9 @@ use crate::stream::commands::{AcceptedRead, after};
 use crate::stream::key::{Key, Nonce};
 use crate::stream::local::{LocalPath, Taken, Waiting};
 use crate::stream::plan::Cut;
-use crate::stream::reads::Share;
 use crate::stream::shared::Shared;
 use crate::stream::target::{Place, Target};
-use crate::stream::work::Work;
+use crate::stream::work::{Share, Work};
 
 /// Bytes copied before it is another read's turn.
 const TURN_BYTES: u32 = 2 << 20;

@@ -5,8 +5,8 @@ use std::future::Future;
 use std::pin::Pin;
 
 use super::commands::AcceptedRead;
-use super::reads::Share;
 use super::target::Target;
+use super::work::Share;
 use crate::contract::{OpId, PeerId};
 use crate::error::LossReason;
 

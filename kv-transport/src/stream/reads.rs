@@ -23,7 +23,7 @@ use super::shortcut::{Posted, Shortcut, is_posted};
 use super::socket::Socket;
 use super::spans::Spans;
 use super::staging::For;
-use super::work::Work;
+use super::work::{Share, Work};
 use crate::contract::OpId;
 use crate::device::{Device, DeviceError, DeviceId, Direction};
 use crate::error::ReadError;
@@ -48,21 +48,6 @@ struct Op {
     deadline: Instant,
     stall: std::time::Duration,
     last_byte: Instant,
-}
-
-/// What a connection has done of a read that ends.
-#[derive(Debug)]
-pub(crate) struct Share {
-    pub(crate) op: OpId,
-    pub(crate) serial: u64,
-    pub(crate) arrived: Intervals,
-}
-
-impl Share {
-    /// Nothing of a read.
-    pub(crate) fn none(read: &AcceptedRead) -> Self {
-        Self { op: read.op, serial: read.serial, arrived: vec![] }
-    }
 }
 
 impl Op {

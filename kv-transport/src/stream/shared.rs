@@ -18,12 +18,11 @@ use super::key::{Key, Nonce};
 use super::limits::{LINKS_LIMIT, Limits};
 use super::local::{LocalPath, Taken};
 use super::plan::{Cursor, Intervals, Plan};
-use super::reads::Share;
 use super::shortcut::{Prepared, Shortcut};
 use super::staging::Staging;
 use super::state::{Flight, Peer, Phase, Region, State};
 use super::target::Target;
-use super::work::Work;
+use super::work::{Share, Work};
 use crate::contract::{
     Event, MESSAGE_MAX_BYTES, OpId, PeerId, ReadLimits, ReadPart, ReadRequest, RegionId, RegionKey,
 };
@@ -159,7 +158,7 @@ impl Shared {
         let mut state = self.lock();
         state.open()?;
         let entry = state.peer(peer)?;
-        (entry.let_go, entry.leaving) = (true, true);
+        entry.let_go = true;
         // If its task is gone, so is the peer in a moment, with the same end. The other connections follow the first, which has
         // messages to send.
         entry.hand(Command::Close(LossReason::Disconnected)).ok();

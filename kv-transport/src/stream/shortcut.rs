@@ -81,7 +81,7 @@ pub(crate) struct Shortcut {
 }
 
 impl Shortcut {
-    /// The right to write to the socket. Nobody waits while holding it.
+    /// The right to write to the socket. It is held over writes that do not wait and over looks at what is shared, not longer.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Posts> {
         self.posts.lock().unwrap_or_else(PoisonError::into_inner)
     }

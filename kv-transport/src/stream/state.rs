@@ -10,9 +10,8 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::commands::Command;
 use super::key::Nonce;
 use super::plan::Intervals;
-use super::reads::Share;
 use super::shortcut::Shortcut;
-use super::work::Work;
+use super::work::{Share, Work};
 use crate::contract::{Event, OpId, PeerId, RangeSet, ReadOutcome, RegionId};
 use crate::error::{LossReason, ReadError, TransportError};
 use crate::memory::Memory;
@@ -30,7 +29,7 @@ pub(super) struct Peer {
     id: PeerId,
     /// The ways to the tasks of its connections. The first carries messages.
     pub(super) links: Vec<UnboundedSender<Command>>,
-    /// How many there are, for whoever divides by it.
+    /// How many there are, for connections, which divide by it without the lock.
     pub(super) count: Arc<AtomicU64>,
     /// Connections that are on probation.
     pub(super) untied: usize,
@@ -40,8 +39,6 @@ pub(super) struct Peer {
     pub(super) ticket: Option<Nonce>,
     /// `disconnect` was called.
     pub(super) let_go: bool,
-    /// `disconnect` was called, or one of its connections has ended: nothing more is accepted.
-    pub(super) leaving: bool,
     /// Why the first of its connections ended.
     ended: Option<LossReason>,
     pub(super) outgoing: usize,
@@ -62,7 +59,6 @@ impl Peer {
             tasks: 1,
             ticket,
             let_go: false,
-            leaving: false,
             ended: None,
             outgoing: 0,
             outgoing_bytes: 0,
@@ -71,6 +67,11 @@ impl Peer {
             paused: false,
             shortcut: Arc::default(),
         }
+    }
+
+    /// Not let go of, and none of its connections has ended; else nothing more is accepted.
+    fn stays(&self) -> bool {
+        !self.let_go && self.ended.is_none()
     }
 
     /// Why it is lost, as it is told.
@@ -181,7 +182,7 @@ impl State {
     }
 
     pub(super) fn peer(&mut self, peer: PeerId) -> Result<&mut Peer, TransportError> {
-        self.peers.get_mut(&peer).filter(|entry| !entry.leaving).ok_or(TransportError::UnknownPeer { peer })
+        self.peers.get_mut(&peer).filter(|entry| entry.stays()).ok_or(TransportError::UnknownPeer { peer })
     }
 
     /// Whether a read under this name may begin.
@@ -251,7 +252,6 @@ impl State {
         let Some(entry) = self.peers.get_mut(&peer) else { return ReadError::Closed };
         if entry.ended.is_none() {
             entry.ended = Some(reason);
-            entry.leaving = true;
             entry.hand_all(|| Command::Close(LossReason::Closed));
         }
         lost(&entry.told(phase))

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::plan::{Cursor, Cut, Plan};
+use super::commands::AcceptedRead;
+use super::plan::{Cursor, Cut, Intervals, Plan};
+use crate::contract::OpId;
 use crate::device::Device;
 
 /// So much keeps a connection busy.
@@ -69,5 +71,20 @@ impl Work {
     /// When bytes came last; the beginning if there were none.
     pub(crate) fn last_byte(&self) -> Instant {
         self.submitted + Duration::from_micros(self.progress.load(Ordering::Relaxed))
+    }
+}
+
+/// What a connection has done of a read that ends.
+#[derive(Debug)]
+pub(crate) struct Share {
+    pub(crate) op: OpId,
+    pub(crate) serial: u64,
+    pub(crate) arrived: Intervals,
+}
+
+impl Share {
+    /// Nothing of a read.
+    pub(crate) fn none(read: &AcceptedRead) -> Self {
+        Self { op: read.op, serial: read.serial, arrived: vec![] }
     }
 }

@@ -24,7 +24,7 @@ pub struct TcpConfig {
     /// bounds the memory that a stopped peer can cost.
     pub message_queue_bytes: usize,
     /// Messages from one peer that may wait to be taken with `next_event`. Beyond it nothing more is read from
-    /// that peer, its data included, until some are taken. Default 1024.
+    /// that peer, its data included, until some are taken; only connections that were added go on. Default 1024.
     pub incoming_max: usize,
     /// Bytes of messages from one peer that may wait to be taken, with the same effect. Default 16 MiB.
     pub incoming_bytes: usize,
@@ -32,7 +32,7 @@ pub struct TcpConfig {
     /// 100 Gbit/s stays busy over a round trip of 1 ms. The first 2 MiB of every read are asked for all the same,
     /// as far as requests are granted, so that a small read does not wait for a large one.
     pub bytes_in_flight_per_peer: u64,
-    /// Bytes of reads that may be requested from all peers together and not yet received. Each peer is asked for one piece
+    /// Bytes of reads that may be requested from all peers together and not yet received. Each connection is asked for one piece
     /// whatever the others do, and for the first 2 MiB of each read, so that none waits for another. Default 256 MiB.
     pub bytes_in_flight_max: u64,
     /// Connections to each peer that is connected to, 1 to 8. Reads of 1 MiB and more are spread over all of them, each
