@@ -1,6 +1,6 @@
 //! Twelve transports, each of which breaks one rule. All stand over the tcp transport, which keeps them all.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -22,8 +22,15 @@ pub(crate) struct Offender {
 #[derive(Debug, Default)]
 struct State {
     memories: HashMap<RegionId, Memory>,
-    reads: HashMap<OpId, ReadRequest>,
+    reads: HashMap<OpId, VecDeque<ReadRequest>>,
     held: Vec<(PeerId, Event)>,
+}
+
+impl State {
+    /// The oldest read of this id: another may have been submitted just when it ended.
+    fn taken(&mut self, op: OpId) -> Option<ReadRequest> {
+        self.reads.get_mut(&op)?.pop_front()
+    }
 }
 
 impl Offender {
@@ -55,7 +62,7 @@ impl Offender {
     }
 
     fn completed(&self, op: OpId, mut outcome: ReadOutcome) -> Option<Event> {
-        let request = self.state().reads.remove(&op)?;
+        let request = self.state().taken(op)?;
         match self.rule {
             // Told twice.
             Rule::T1 => self.through.tell(Event::ReadCompleted { op, outcome: outcome.clone() }),
@@ -142,14 +149,11 @@ impl Interpose for Offender {
         }
         // Before it can complete.
         let op = request.op;
-        let before = self.state().reads.insert(op, request.clone());
+        self.state().reads.entry(op).or_default().push_back(request.clone());
         let result = self.through.inner().read(request);
         if result.is_err() {
-            let mut state = self.state();
-            match before {
-                Some(before) => state.reads.insert(op, before),
-                None => state.reads.remove(&op),
-            };
+            // An id that is in flight keeps the read that has it.
+            self.state().reads.entry(op).or_default().pop_back();
         }
         result
     }
