@@ -28,6 +28,6 @@ impl EngineIdentity {
             EngineId::new(config.engine_id.as_str())
         };
         let engine = engine.map_err(|e: IdError| ConnectorError::Config(e.into()))?;
-        Ok(Self { engine, incarnation: Incarnation::from_random(number()?), topology: Topology { ranks } })
+        Ok(Self { engine, incarnation: Incarnation::from_random(number()?), topology: Topology::of(ranks) })
     }
 }

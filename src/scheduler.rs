@@ -67,7 +67,9 @@ impl SchedulerConnector {
         };
         card.check()?;
         let layout = card.workers[0].layout.clone();
-        let groups = layout.regions.iter().map(|r| r.group).max().map_or(1, |last| last + 1);
+        // A stage need not have layers of every group.
+        let groups = card.workers.iter().map(|worker| worker.layout.group_kinds().collect::<Vec<_>>());
+        let groups = groups.max_by_key(Vec::len).unwrap_or_default();
         let listener = Listener::bind(
             ListenerConfig {
                 bind_host: config.handshake_host.clone(),
@@ -82,7 +84,7 @@ impl SchedulerConnector {
             topology: identity.topology,
             host: config.told_host().to_owned(),
             port: listener.port(),
-            block_tokens: layout.block_tokens,
+            block_tokens: layout.block_tokens.saturating_mul(identity.topology.context),
             blocks: layout.blocks,
             groups,
             lease_ttl: ms(config.lease_ttl_ms),

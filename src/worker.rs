@@ -96,7 +96,7 @@ impl WorkerConnector {
     ) -> Result<Self, ConnectorError> {
         config.check()?;
         let WorkerSetup { rank, model, layout, memories, on_report } = setup;
-        let fingerprint = Fingerprint::of(&model, &layout, identity.topology);
+        let fingerprint = Fingerprint::of(&model, &layout);
         let worker = Worker::start(WorkerParts {
             config: WorkerConfig {
                 engine: identity.engine.clone(),

@@ -443,7 +443,7 @@ mod tests {
 
     fn dial(host: &str, limit: Duration) -> Dial {
         let id = |text: &str| EngineId::new(text).unwrap();
-        let topology = Topology { ranks: 1 };
+        let topology = Topology::of(1);
         let layout = kv_proto::BlockLayout {
             block_tokens: 16,
             blocks: 1,

@@ -97,14 +97,14 @@ fn one_long_value_does_not_hide_the_other_fields() {
 #[test]
 fn topologies_that_do_not_fit_are_refused_with_both_counts() {
     let expected = "the producer has 2 ranks and the consumer 4; only equal numbers are supported";
-    let bytes = ask(|q| q.topology = Topology { ranks: 4 });
+    let bytes = ask(|q| q.topology = Topology::of(4));
     assert_eq!(refusal(&bytes), (RefusalCode::Incompatible, expected.to_owned()));
     let bytes = ask(|q| q.rank = Rank(2));
     assert_eq!(
         refusal(&bytes),
         (RefusalCode::Malformed, "rank-2 asks, but its engine has 2 ranks".to_owned())
     );
-    let bytes = ask(|q| q.topology = Topology { ranks: 0 });
+    let bytes = ask(|q| q.topology = Topology::of(0));
     assert_eq!(refusal(&bytes).0, RefusalCode::Malformed);
 }
 

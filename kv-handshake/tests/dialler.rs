@@ -279,7 +279,7 @@ fn engines_that_do_not_fit_are_told_with_the_fields() {
 
     let listener = listen();
     let mut wide = dial(listener.port());
-    wide.query.topology = Topology { ranks: 4 };
+    wide.query.topology = Topology::of(4);
     let error = Dialler::new().dial(&wide).unwrap_err();
     assert_eq!(error.failure(), LoadFailure::Incompatible);
     let HandshakeError::Refused { code: RefusalCode::Incompatible, message } = handshake(error) else {

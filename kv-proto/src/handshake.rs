@@ -11,7 +11,9 @@ use thiserror::Error;
 use crate::PROTOCOL_VERSION;
 use crate::codec::{self, CodecError, HANDSHAKE_MAX_BYTES};
 use crate::ids::{EngineId, Incarnation, Rank};
-use crate::layout::{BlockLayout, FieldDifference, Fingerprint, LayoutError, Topology};
+use crate::fingerprint::{FieldDifference, Fingerprint};
+use crate::layout::{BlockLayout, LayoutError};
+use crate::topology::{Topology, TopologyError};
 
 /// First field of each frame: says which service this is, so that a wrong port is noticed at once.
 pub const SERVICE: &str = "kv-connector";
@@ -105,11 +107,58 @@ pub struct EngineCard {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CardError {
-    /// Too few or too many ranks.
-    #[error("the engine has {ranks} ranks, 1 to {RANKS_MAX} are allowed")]
-    RankCount {
-        /// How many there are.
-        ranks: u32,
+    /// A topology that cannot be.
+    #[error(transparent)]
+    Topology(#[from] TopologyError),
+    /// A rank does not hold the heads that the topology gives it.
+    #[error(
+        "{rank}: region {layer} has {heads} of {total} heads; with {tensor} tensor-parallel ranks it should have {share}"
+    )]
+    Heads {
+        /// Whose.
+        rank: Rank,
+        /// The layer.
+        layer: String,
+        /// Heads it has.
+        heads: u32,
+        /// Heads over all ranks.
+        total: u32,
+        /// Ranks that share them.
+        tensor: u32,
+        /// Its share; 0 where they cannot be shared out.
+        share: u32,
+    },
+    /// A region of an engine with several tensor-parallel ranks that does not say how many heads there are.
+    #[error("{rank}: region {layer} has heads_total 0; with {tensor} tensor-parallel ranks it must be told")]
+    HeadsTotal {
+        /// Whose.
+        rank: Rank,
+        /// The layer.
+        layer: String,
+        /// Ranks that share the heads.
+        tensor: u32,
+    },
+    /// Tokens are dealt out over ranks that do not all hold the same heads.
+    #[error("{rank}: region {layer} has {total} heads; tokens can be dealt out over ranks only where there is one head")]
+    Dealt {
+        /// Whose.
+        rank: Rank,
+        /// The layer.
+        layer: String,
+        /// Heads over all ranks.
+        total: u32,
+    },
+    /// A worker's blocks are not those of rank 0.
+    #[error("{rank} has {field} {got}, rank-0 has {first}")]
+    Blocks {
+        /// Whose.
+        rank: Rank,
+        /// What differs.
+        field: &'static str,
+        /// Its value.
+        got: u32,
+        /// Rank 0's.
+        first: u32,
     },
     /// A rank is missing, repeated or beyond the topology.
     #[error("worker cards: expected rank {expected} of {ranks}, got {got:?}")]
@@ -161,10 +210,8 @@ impl EngineCard {
     /// Checks that the workers are complete, sound and alike. Used on the own cards at start, and on a peer's
     /// before anything in them is believed.
     pub fn check(&self) -> Result<&Fingerprint, CardError> {
+        self.topology.check()?;
         let ranks = self.topology.ranks;
-        if ranks == 0 || ranks > RANKS_MAX {
-            return Err(CardError::RankCount { ranks });
-        }
         for expected in 0..ranks {
             let got = self.workers.get(expected as usize).map(|w| w.rank.0);
             if got != Some(expected) {
@@ -174,7 +221,7 @@ impl EngineCard {
         if let Some(extra) = self.workers.get(ranks as usize) {
             return Err(CardError::Ranks { expected: ranks, ranks, got: Some(extra.rank.0) });
         }
-        let first = &self.workers[0].fingerprint;
+        let (first, blocks) = (&self.workers[0].fingerprint, &self.workers[0].layout);
         for worker in &self.workers {
             let rank = worker.rank;
             if !worker.fingerprint.is_bounded() {
@@ -184,6 +231,16 @@ impl EngineCard {
             if let Some(difference) = first.differences(&worker.fingerprint).into_iter().next() {
                 return Err(CardError::Differs { rank, difference });
             }
+            let layout = &worker.layout;
+            for (field, got, first) in [
+                ("block_tokens", layout.block_tokens, blocks.block_tokens),
+                ("blocks", layout.blocks, blocks.blocks),
+            ] {
+                if got != first {
+                    return Err(CardError::Blocks { rank, field, got, first });
+                }
+            }
+            check_heads(self.topology, rank, layout)?;
             for transport in &worker.transports {
                 if transport.keys.len() != worker.memory_sizes.len() {
                     return Err(CardError::Keys {
@@ -197,6 +254,26 @@ impl EngineCard {
         }
         Ok(first)
     }
+}
+
+/// Whether a rank holds the heads that its engine's topology gives it, in each of its regions.
+pub fn check_heads(topology: Topology, rank: Rank, layout: &BlockLayout) -> Result<(), CardError> {
+    for region in &layout.regions {
+        let (heads, total) = (region.heads, region.all_heads());
+        if region.heads_total == 0 && topology.tensor() > 1 {
+            let (layer, tensor) = (region.layer.clone(), topology.tensor());
+            return Err(CardError::HeadsTotal { rank, layer, tensor });
+        }
+        let share = topology.heads_of(rank, total).map_or(0, |(_, share)| share);
+        if heads != share {
+            let (layer, tensor) = (region.layer.clone(), topology.tensor());
+            return Err(CardError::Heads { rank, layer, heads, total, tensor, share });
+        }
+        if topology.context > 1 && total != 1 {
+            return Err(CardError::Dealt { rank, layer: region.layer.clone(), total });
+        }
+    }
+    Ok(())
 }
 
 /// Why a producer refuses.

@@ -1,13 +1,11 @@
-//! How an engine's KV cache lies in memory, and what two engines must agree on.
+//! How a rank's KV cache lies in memory.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use thiserror::Error;
 
-use crate::ids::Rank;
 use crate::params::GROUPS_MAX;
 
 /// Most regions one rank may describe: layers times regions per layer, with room to spare.
@@ -61,12 +59,16 @@ impl fmt::Display for Dtype {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum RegionKind {
-    /// Keys and values of a block side by side.
+    /// Keys and values of each head of each token side by side, or one latent for both (MLA).
     KeyValue,
     /// Keys only.
     Key,
     /// Values only.
     Value,
+    /// The state of a convolution: one per request.
+    Conv,
+    /// The state of a state-space layer: one per request.
+    Ssm,
 }
 
 impl fmt::Display for RegionKind {
@@ -75,6 +77,8 @@ impl fmt::Display for RegionKind {
             Self::KeyValue => "key_value",
             Self::Key => "key",
             Self::Value => "value",
+            Self::Conv => "conv",
+            Self::Ssm => "ssm",
         })
     }
 }
@@ -90,6 +94,17 @@ pub enum BlockOrder {
     TokensHeads,
 }
 
+impl BlockOrder {
+    /// How far apart heads, and tokens, are in a kernel block of so many of them, with `row` bytes for one head of one
+    /// token.
+    pub const fn steps(self, heads: u64, tokens: u64, row: u64) -> (u64, u64) {
+        match self {
+            Self::HeadsTokens => (row * tokens, row),
+            Self::TokensHeads => (row, row * heads),
+        }
+    }
+}
+
 impl fmt::Display for BlockOrder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -99,10 +114,49 @@ impl fmt::Display for BlockOrder {
     }
 }
 
+/// What a block group's table means: which of a request's tokens its blocks hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum GroupKind {
+    /// Every token, block by block.
+    #[default]
+    Full,
+    /// As `Full`, but only the last so many tokens are ever looked at (sliding window); older ones need not be there.
+    Window {
+        /// Tokens that are looked at.
+        tokens: u32,
+    },
+    /// One block per request, which holds the state after its last token (state space).
+    State,
+}
+
+impl GroupKind {
+    /// The first of a sequence's `tokens` that whoever goes on with it looks at.
+    pub const fn first_token(self, tokens: u32) -> u32 {
+        match self {
+            Self::Full => 0,
+            Self::Window { tokens: window } => tokens.saturating_sub(window),
+            Self::State => tokens.saturating_sub(1),
+        }
+    }
+}
+
+impl fmt::Display for GroupKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Full => f.write_str("full attention"),
+            Self::Window { tokens } => write!(f, "window of {tokens} tokens"),
+            Self::State => f.write_str("state"),
+        }
+    }
+}
+
 /// One area of memory that holds a layer's part of every block.
 ///
 /// Block `i` occupies the bytes from `base + i * block_stride` to `block_bytes` further, in the memory that the
-/// worker registered under index `memory`.
+/// worker registered under index `memory`. A block that is made of several kernel blocks
+/// ([`BlockLayout::kernel_tokens`]) holds them one after the other, at equal distances within its stride.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RegionLayout {
     /// The layer's name, the same on both sides.
@@ -121,22 +175,39 @@ pub struct RegionLayout {
     pub block_bytes: u64,
     /// Element type.
     pub dtype: Dtype,
-    /// Heads that this rank holds.
+    /// Heads that this rank holds; for the state of a state-space layer, the parts that can be shared out over ranks.
     pub heads: u32,
-    /// Elements of one head of one token (keys and values together, where a region holds both).
+    /// Heads of the layer over all ranks of the engine; each rank holds its share of them, or one of them where there are
+    /// more ranks than heads, see [`crate::Topology::heads_of`]. 0: as many as this rank holds, which holds all of them.
+    #[serde(default)]
+    pub heads_total: u32,
+    /// Elements of one head of one token (keys and values together, where a region holds both: first the keys').
     pub head_size: u32,
+}
+
+impl RegionLayout {
+    /// Heads of the layer over all ranks.
+    pub const fn all_heads(&self) -> u32 {
+        if self.heads_total == 0 { self.heads } else { self.heads_total }
+    }
 }
 
 /// One rank's whole cache.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct BlockLayout {
-    /// Tokens in a block.
+    /// Tokens of one block that this rank holds. Block ids are those of the scheduler's block table.
     pub block_tokens: u32,
+    /// Tokens in a kernel block, of which a block is made of a whole number; 0: a block is one.
+    #[serde(default)]
+    pub kernel_tokens: u32,
     /// Blocks in use, the same for every region. A region's memory may have room for more.
     pub blocks: u32,
-    /// Order inside a block.
+    /// Order inside a kernel block.
     pub order: BlockOrder,
-    /// The regions, in an order that both sides share.
+    /// What each block group is; groups beyond the list are [`GroupKind::Full`].
+    #[serde(default)]
+    pub groups: Vec<GroupKind>,
+    /// The regions. Two of one group may be the very same bytes: layers that share their cache.
     pub regions: Vec<RegionLayout>,
 }
 
@@ -209,6 +280,57 @@ pub enum LayoutError {
         /// The highest that is allowed.
         last: u32,
     },
+    /// A kernel block that does not divide a block.
+    #[error("layout: a block of {block_tokens} tokens is no whole number of kernel blocks of {kernel_tokens}")]
+    KernelTokens {
+        /// Tokens of a block.
+        block_tokens: u32,
+        /// Tokens of a kernel block.
+        kernel_tokens: u32,
+    },
+    /// Kernel blocks that do not lie at equal distances.
+    #[error("region {layer}: a stride of {block_stride} bytes cannot be cut into {kernel_blocks} kernel blocks")]
+    KernelStride {
+        /// The layer.
+        layer: String,
+        /// Distance between blocks.
+        block_stride: u64,
+        /// Kernel blocks in a block.
+        kernel_blocks: u32,
+    },
+    /// More kinds of groups are told than there are groups.
+    #[error("layout tells the kinds of {kinds} groups, but has {groups}")]
+    GroupKinds {
+        /// Kinds told.
+        kinds: usize,
+        /// Groups that regions name.
+        groups: usize,
+    },
+    /// A rank that holds more heads than there are.
+    #[error("region {layer}: this rank holds {heads} heads of {total}")]
+    Heads {
+        /// The layer.
+        layer: String,
+        /// Heads of this rank.
+        heads: u32,
+        /// Heads over all ranks.
+        total: u32,
+    },
+    /// Two regions of one group that share some bytes, and are not the same.
+    #[error("regions {layer} and {other} of group {group} overlap in memory {memory}")]
+    Overlap {
+        /// The one layer.
+        layer: String,
+        /// The other.
+        other: String,
+        /// Their group.
+        group: u32,
+        /// The memory.
+        memory: u32,
+    },
+    /// Too many regions that lie between each other's blocks to be looked through.
+    #[error("layout: too many regions lie between each other's blocks")]
+    Interleaved,
     /// Two regions of the same layer and kind.
     #[error("layout has two {kind} regions of layer {layer}")]
     Twice {
@@ -219,7 +341,40 @@ pub enum LayoutError {
     },
 }
 
+/// Most pairs of regions whose blocks lie between each other's that are looked at: those of some 3,000 regions in one
+/// group.
+const PAIRS_MAX: u32 = 1 << 22;
+
 impl BlockLayout {
+    /// Tokens in a kernel block.
+    pub const fn tokens_of_kernel(&self) -> u32 {
+        if self.kernel_tokens == 0 { self.block_tokens } else { self.kernel_tokens }
+    }
+
+    /// Kernel blocks in a block.
+    pub const fn kernel_blocks(&self) -> u32 {
+        match self.tokens_of_kernel() {
+            0 => 1,
+            tokens => self.block_tokens / tokens,
+        }
+    }
+
+    /// What a group is.
+    pub fn group_kind(&self, group: u32) -> GroupKind {
+        self.groups.get(group as usize).copied().unwrap_or_default()
+    }
+
+    /// Block groups that regions name.
+    pub fn group_count(&self) -> u32 {
+        self.regions.iter().map(|r| r.group.saturating_add(1)).max().unwrap_or(0)
+    }
+
+    /// What each group is, in their order.
+    pub fn group_kinds(&self) -> impl Iterator<Item = GroupKind> + '_ {
+        let count = self.group_count().max(u32::try_from(self.groups.len()).unwrap_or(u32::MAX));
+        (0..count.max(1)).map(|group| self.group_kind(group))
+    }
+
     /// Checks the layout against the sizes of the memories that it speaks of, in bytes and by index.
     pub fn check(&self, memory_sizes: &[u64]) -> Result<(), LayoutError> {
         for (field, value) in [("block_tokens", self.block_tokens), ("blocks", self.blocks)] {
@@ -227,23 +382,35 @@ impl BlockLayout {
                 return Err(LayoutError::Zero { field });
             }
         }
+        let (block_tokens, kernel_tokens) = (self.block_tokens, self.tokens_of_kernel());
+        if !block_tokens.is_multiple_of(kernel_tokens) {
+            return Err(LayoutError::KernelTokens { block_tokens, kernel_tokens });
+        }
         if self.regions.is_empty() || self.regions.len() > REGIONS_MAX {
             return Err(LayoutError::RegionCount { regions: self.regions.len(), limit: REGIONS_MAX });
         }
-        let mut seen = std::collections::BTreeSet::new();
+        let mut seen = BTreeSet::new();
         for region in &self.regions {
             if !seen.insert((region.layer.as_str(), region.kind)) {
                 return Err(LayoutError::Twice { layer: region.layer.clone(), kind: region.kind });
             }
             self.check_region(region, memory_sizes)?;
         }
-        let groups: std::collections::BTreeSet<u32> = self.regions.iter().map(|r| r.group).collect();
+        let groups: BTreeSet<u32> = self.regions.iter().map(|r| r.group).collect();
         let without_gap = groups.iter().enumerate().all(|(index, group)| *group == index as u32);
         if !without_gap || groups.len() > GROUPS_MAX {
             let groups = groups.into_iter().take(8).collect();
             return Err(LayoutError::Groups { groups, last: GROUPS_MAX as u32 - 1 });
         }
-        Ok(())
+        if self.groups.len() > groups.len() {
+            return Err(LayoutError::GroupKinds { kinds: self.groups.len(), groups: groups.len() });
+        }
+        if let Some(GroupKind::Window { .. }) =
+            self.groups.iter().find(|kind| matches!(kind, GroupKind::Window { tokens: 0 }))
+        {
+            return Err(LayoutError::Zero { field: "window" });
+        }
+        self.check_overlaps()
     }
 
     fn check_region(&self, region: &RegionLayout, memory_sizes: &[u64]) -> Result<(), LayoutError> {
@@ -257,25 +424,42 @@ impl BlockLayout {
                 block_stride: region.block_stride,
             });
         }
+        if region.heads > region.all_heads() {
+            let (heads, total) = (region.heads, region.all_heads());
+            return Err(LayoutError::Heads { layer: region.layer.clone(), heads, total });
+        }
+        let is_state = self.group_kind(region.group) == GroupKind::State;
+        let tokens = if is_state { 1 } else { self.block_tokens };
         let computed = u64::from(region.heads)
-            .saturating_mul(u64::from(self.block_tokens))
+            .saturating_mul(u64::from(tokens))
             .saturating_mul(u64::from(region.head_size))
             .saturating_mul(region.dtype.bytes());
         if computed != region.block_bytes {
             return Err(LayoutError::BlockBytes {
                 layer: region.layer.clone(),
                 heads: region.heads,
-                tokens: self.block_tokens,
+                tokens,
                 head_size: region.head_size,
                 dtype: region.dtype,
                 computed,
                 block_bytes: region.block_bytes,
             });
         }
+        let kernel_blocks = if is_state { 1 } else { self.kernel_blocks() };
+        if !region.block_stride.is_multiple_of(u64::from(kernel_blocks)) {
+            return Err(LayoutError::KernelStride {
+                layer: region.layer.clone(),
+                block_stride: region.block_stride,
+                kernel_blocks,
+            });
+        }
         let size = memory_sizes.get(region.memory as usize).copied().unwrap_or(0);
+        // Kernel blocks lie at equal distances, so that the last one may end later than the bytes alone would.
+        let last_kernel = region.block_stride / u64::from(kernel_blocks) * u64::from(kernel_blocks - 1)
+            + region.block_bytes / u64::from(kernel_blocks);
         let end = u64::from(self.blocks - 1)
             .checked_mul(region.block_stride)
-            .and_then(|last| last.checked_add(region.block_bytes))
+            .and_then(|last| last.checked_add(last_kernel))
             .and_then(|span| span.checked_add(region.base))
             .unwrap_or(u64::MAX);
         if end > size {
@@ -289,173 +473,63 @@ impl BlockLayout {
         Ok(())
     }
 
+    /// Blocks of one group must not share bytes, or one would be overwritten with another.
+    fn check_overlaps(&self) -> Result<(), LayoutError> {
+        let mut regions: Vec<&RegionLayout> = self.regions.iter().collect();
+        regions.sort_by_key(|r| (r.group, r.memory, r.base));
+        let end = |r: &RegionLayout| r.base + u64::from(self.blocks - 1) * r.block_stride + r.block_bytes;
+        // Where the regions up to each one end, of the same group in the same memory.
+        let mut ends: Vec<u64> = Vec::with_capacity(regions.len());
+        let mut looked_at = 0u32;
+        for (index, later) in regions.iter().enumerate() {
+            let place = |r: &RegionLayout| (r.group, r.memory);
+            let first = index == 0 || place(regions[index - 1]) != place(later);
+            let before = if first { 0 } else { ends[index - 1] };
+            ends.push(before.max(end(later)));
+            if before <= later.base {
+                continue;
+            }
+            for (earlier, ends) in regions[..index].iter().zip(&ends).rev() {
+                if place(earlier) != place(later) || *ends <= later.base {
+                    break;
+                }
+                looked_at += 1;
+                if looked_at > PAIRS_MAX {
+                    return Err(LayoutError::Interleaved);
+                }
+                if end(earlier) > later.base && self.overlap(earlier, later) {
+                    return Err(LayoutError::Overlap {
+                        layer: earlier.layer.clone(),
+                        other: later.layer.clone(),
+                        group: later.group,
+                        memory: later.memory,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether two regions of which `b` does not begin before `a` share some bytes and are not the same.
+    fn overlap(&self, a: &RegionLayout, b: &RegionLayout) -> bool {
+        let same = (a.base, a.block_stride, a.block_bytes) == (b.base, b.block_stride, b.block_bytes);
+        if same {
+            return false;
+        }
+        if a.block_stride != b.block_stride {
+            // Blocks at different distances between each other come close sooner or later.
+            return true;
+        }
+        let last = u64::from(self.blocks - 1);
+        let (whole, part) = ((b.base - a.base) / a.block_stride, (b.base - a.base) % a.block_stride);
+        (whole <= last && part < a.block_bytes)
+            || (whole < last && a.block_stride - part < b.block_bytes)
+    }
+
     /// Bytes of one block over all regions of this rank.
     pub fn bytes_per_block(&self) -> u64 {
         self.regions.iter().map(|r| r.block_bytes).sum()
     }
-}
-
-/// How an engine is cut into ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Topology {
-    /// Tensor-parallel ranks.
-    pub ranks: u32,
-}
-
-impl Topology {
-    /// The consumer ranks that read from a producer's rank, or why the two topologies do not fit.
-    ///
-    /// Both sides compute their expectations with this one function: the producer how many endings a lease
-    /// needs, the consumer whom to read from.
-    pub fn readers_of(self, rank: Rank, consumer: Self) -> Result<Vec<Rank>, TopologyMismatch> {
-        self.fits(consumer)?;
-        Ok(vec![rank])
-    }
-
-    /// The producer rank that a consumer's rank reads from, or why the two topologies do not fit.
-    pub fn source_of(self, rank: Rank, consumer: Self) -> Result<Rank, TopologyMismatch> {
-        self.fits(consumer)?;
-        Ok(rank)
-    }
-
-    fn fits(self, consumer: Self) -> Result<(), TopologyMismatch> {
-        if self.ranks == consumer.ranks && self.ranks > 0 {
-            Ok(())
-        } else {
-            Err(TopologyMismatch { producer: self, consumer })
-        }
-    }
-}
-
-/// Producer and consumer are cut in ways that do not fit each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[error("the producer has {} ranks and the consumer {}; only equal numbers are supported", producer.ranks, consumer.ranks)]
-pub struct TopologyMismatch {
-    /// The producer's cut.
-    pub producer: Topology,
-    /// The consumer's cut.
-    pub consumer: Topology,
-}
-
-/// What two engines must agree on before a block of one makes sense to the other, as named text fields.
-///
-/// Everything that determines the meaning of a block's bytes is in here and nothing else, so that equality is
-/// the whole test and a difference can be printed as it is.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct Fingerprint(BTreeMap<String, String>);
-
-/// Most fields a fingerprint may have, and most bytes of a name or a value.
-const FINGERPRINT_FIELDS_MAX: usize = 64;
-const FINGERPRINT_TEXT_MAX_BYTES: usize = 4096;
-
-/// One field in which two fingerprints differ.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FieldDifference {
-    /// The field's name.
-    pub field: String,
-    /// Our value, if we have the field.
-    pub ours: Option<String>,
-    /// The peer's value, if it has the field.
-    pub theirs: Option<String>,
-}
-
-impl fmt::Display for FieldDifference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let or_none = |v: &Option<String>| v.clone().unwrap_or_else(|| "(absent)".to_owned());
-        write!(f, "{}: ours {}, theirs {}", self.field, or_none(&self.ours), or_none(&self.theirs))
-    }
-}
-
-impl Fingerprint {
-    /// Derives it from a rank's layout, the rank count and the model's name.
-    ///
-    /// `model` is whatever names the weights beyond doubt: a path is not enough where two hosts differ, a digest
-    /// of the weights is best.
-    pub fn of(model: &str, layout: &BlockLayout, topology: Topology) -> Self {
-        let mut fields = BTreeMap::new();
-        let mut set = |name: &str, value: String| {
-            fields.insert(name.to_owned(), value);
-        };
-        set("model", model.to_owned());
-        set("block_tokens", layout.block_tokens.to_string());
-        set("block_order", layout.order.to_string());
-        set("ranks", topology.ranks.to_string());
-        set("regions", layout.regions.len().to_string());
-        let mut digest = Sha256::new();
-        let mut shapes = std::collections::BTreeSet::new();
-        for region in &layout.regions {
-            digest.update(format!(
-                "{}\n{}\n{}\n{} {} {} {}\n",
-                region.layer,
-                region.kind,
-                region.group,
-                region.heads,
-                region.head_size,
-                region.dtype,
-                region.block_bytes
-            ));
-            shapes.insert(format!(
-                "{} {} heads x {} {} = {} bytes a block",
-                region.kind, region.heads, region.head_size, region.dtype, region.block_bytes
-            ));
-        }
-        set("layers_sha256", hex(&digest.finalize()));
-        set("region_shapes", shapes.into_iter().collect::<Vec<_>>().join("; "));
-        Self(fields)
-    }
-
-    /// Adds a field of the engine's own, such as a quantisation scheme or the draft model.
-    pub fn with(mut self, field: &str, value: impl Into<String>) -> Self {
-        self.0.insert(field.to_owned(), value.into());
-        self
-    }
-
-    /// The fields, in order of their names.
-    pub fn fields(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.0.iter().map(|(k, v)| (k.as_str(), v.as_str()))
-    }
-
-    /// Whether it is small enough to be believed; peers' fingerprints are checked with this first.
-    pub fn is_bounded(&self) -> bool {
-        self.0.len() <= FINGERPRINT_FIELDS_MAX
-            && self.0.iter().all(|(k, v)| k.len().max(v.len()) <= FINGERPRINT_TEXT_MAX_BYTES)
-    }
-
-    /// The fields in which a peer's differs, in order of their names; empty when they are equal.
-    pub fn differences(&self, theirs: &Self) -> Vec<FieldDifference> {
-        let names: std::collections::BTreeSet<&String> = self.0.keys().chain(theirs.0.keys()).collect();
-        names
-            .into_iter()
-            .filter(|name| self.0.get(*name) != theirs.0.get(*name))
-            .map(|name| FieldDifference {
-                field: name.clone(),
-                ours: self.0.get(name).cloned(),
-                theirs: theirs.0.get(name).cloned(),
-            })
-            .collect()
-    }
-
-    /// A short digest of all fields, for logs.
-    pub fn digest(&self) -> String {
-        let mut digest = Sha256::new();
-        for (name, value) in &self.0 {
-            digest.update((name.len() as u64).to_le_bytes());
-            digest.update(name);
-            digest.update((value.len() as u64).to_le_bytes());
-            digest.update(value);
-        }
-        hex(&digest.finalize()[..8])
-    }
-}
-
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    use fmt::Write as _;
-    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
-        // Writing to a String cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }
 
 #[cfg(test)]
@@ -473,12 +547,15 @@ mod tests {
             block_bytes: 1024,
             dtype: Dtype::F32,
             heads: 2,
+            heads_total: 0,
             head_size: 8,
         };
         BlockLayout {
             block_tokens: 16,
+            kernel_tokens: 0,
             blocks: 4,
             order: BlockOrder::HeadsTokens,
+            groups: vec![],
             regions: vec![region(0), region(1)],
         }
     }
@@ -521,53 +598,58 @@ mod tests {
     }
 
     #[test]
-    fn a_mismatch_prints_the_fields_that_differ_with_both_values() {
-        let ours = Fingerprint::of("llama", &layout(), Topology { ranks: 2 });
-        let mut other = layout();
-        other.block_tokens = 32;
-        let theirs = Fingerprint::of("qwen", &other, Topology { ranks: 2 }).with("draft", "none");
-        let text: Vec<String> = ours.differences(&theirs).iter().map(ToString::to_string).collect();
-        assert_eq!(
-            text,
-            [
-                "block_tokens: ours 16, theirs 32",
-                "draft: ours (absent), theirs none",
-                "model: ours llama, theirs qwen"
-            ]
-        );
-        assert!(ours.differences(&ours.clone()).is_empty());
-        assert_ne!(ours.digest(), theirs.digest());
-    }
-
-    #[test]
-    fn layers_that_swap_their_shapes_are_noticed() {
-        let shaped = |first: (u32, Dtype), second: (u32, Dtype)| {
+    fn regions_of_a_group_share_no_bytes_unless_they_are_the_same() {
+        let check = |change: fn(&mut BlockLayout)| {
             let mut layout = layout();
-            for (region, (head_size, dtype)) in layout.regions.iter_mut().zip([first, second]) {
-                (region.head_size, region.dtype) = (head_size, dtype);
-            }
-            Fingerprint::of("m", &layout, Topology { ranks: 1 })
+            change(&mut layout);
+            layout.check(&[1 << 20]).map_err(|e| e.to_string())
         };
-        let (half, float) = ((16, Dtype::F16), (8, Dtype::F32));
-        assert_eq!(shaped(half, float).differences(&shaped(float, half))[0].field, "layers_sha256");
+        let overlap = Err("regions layers.0 and layers.1 of group 0 overlap in memory 0".to_owned());
+        assert_eq!(check(|l| l.regions[1].base = 4095), overlap);
+        assert_eq!(check(|l| l.regions[1].base = 1024), overlap, "block 0 of the one is block 1 of the other");
+        assert_eq!(check(|l| l.regions[1].base = 0), Ok(()), "the second layer looks at the first one's cache");
+        assert_eq!(check(|l| (l.regions[1].base, l.regions[1].group) = (512, 1)), Ok(()), "groups may share");
+        // The blocks of both, side by side.
+        let rows = |l: &mut BlockLayout| {
+            (l.regions[0].block_stride, l.regions[1].block_stride, l.regions[1].base) = (2048, 2048, 1024);
+        };
+        let mut layout = layout();
+        rows(&mut layout);
+        assert_eq!(layout.check(&[8192]), Ok(()));
+        layout.regions[1].base = 1023;
+        assert!(matches!(layout.check(&[8192]), Err(LayoutError::Overlap { .. })));
+        layout.regions[1].base = 1025;
+        assert!(matches!(layout.check(&[1 << 20]), Err(LayoutError::Overlap { .. })), "the next row");
+        layout.regions[1].block_stride = 4096;
+        assert!(matches!(layout.check(&[1 << 20]), Err(LayoutError::Overlap { .. })));
     }
 
     #[test]
-    fn the_order_of_layers_is_part_of_the_fingerprint() {
-        let mut swapped = layout();
-        swapped.regions.swap(0, 1);
-        let of = |l: &BlockLayout| Fingerprint::of("m", l, Topology { ranks: 1 });
-        let differences = of(&layout()).differences(&of(&swapped));
-        assert_eq!(differences[0].field, "layers_sha256");
-    }
-
-    #[test]
-    fn unequal_rank_counts_are_refused_with_both_values() {
-        let refused = Topology { ranks: 2 }.readers_of(Rank(0), Topology { ranks: 4 }).unwrap_err();
+    fn kernel_blocks_groups_and_heads_are_checked() {
+        let check = |change: fn(&mut BlockLayout)| {
+            let mut layout = layout();
+            change(&mut layout);
+            layout.check(&[8192]).map_err(|e| e.to_string())
+        };
+        assert_eq!(check(|l| l.kernel_tokens = 8), Ok(()));
         assert_eq!(
-            refused.to_string(),
-            "the producer has 2 ranks and the consumer 4; only equal numbers are supported"
+            check(|l| l.kernel_tokens = 5).unwrap_err(),
+            "layout: a block of 16 tokens is no whole number of kernel blocks of 5"
         );
-        assert_eq!(Topology { ranks: 2 }.source_of(Rank(1), Topology { ranks: 2 }), Ok(Rank(1)));
+        assert_eq!(
+            check(|l| l.groups = vec![GroupKind::Full; 2]).unwrap_err(),
+            "layout tells the kinds of 2 groups, but has 1"
+        );
+        assert_eq!(check(|l| l.groups = vec![GroupKind::Window { tokens: 0 }]).unwrap_err(), "layout: window is 0");
+        assert_eq!(
+            check(|l| l.regions[0].heads_total = 1).unwrap_err(),
+            "region layers.0: this rank holds 2 heads of 1"
+        );
+        // A state has no tokens.
+        let state = check(|l| {
+            l.groups = vec![GroupKind::State];
+            l.regions.iter_mut().for_each(|r| r.head_size = 128);
+        });
+        assert_eq!(state, Ok(()));
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod blocks;
 pub mod codec;
+pub mod fingerprint;
 pub mod handshake;
 pub mod ids;
 pub mod layout;
@@ -10,11 +11,13 @@ pub mod params;
 pub mod step;
 pub mod time;
 pub mod timers;
+pub mod topology;
 
 pub use blocks::BlockList;
 pub use codec::CodecError;
 pub use ids::{Attempt, BlockId, EngineId, IdError, Incarnation, LeaseId, LeaseRef, LoadId, Rank, RequestId};
-pub use layout::{BlockLayout, BlockOrder, Dtype, Fingerprint, RegionKind, RegionLayout, Topology};
+pub use fingerprint::Fingerprint;
+pub use layout::{BlockLayout, BlockOrder, Dtype, GroupKind, RegionKind, RegionLayout};
 pub use params::{OfferDigest, ParamsError, RemotePrefill, TransferParams, token_digest};
 pub use step::{
     ConsumerOrder, GroupBlocks, LeaseEnd, LeaseTerms, LoadFailure, LoadStats, PeerLocator, Plan,
@@ -22,12 +25,14 @@ pub use step::{
 };
 pub use time::Moment;
 pub use timers::Timers;
+pub use topology::Topology;
 
 /// Version of the handshake, of plan and report, and of the worker messages.
 ///
 /// | version | what changed |
 /// | --- | --- |
 /// | 1 | the first |
+/// | 2 | shapes may differ: heads over all ranks, kernel blocks, kinds of groups, stages, tokens dealt out |
 ///
 /// A field added with a default that means the old behaviour needs no new version; anything else does.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;

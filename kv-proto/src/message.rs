@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::blocks::BlockList;
 use crate::codec::{self, CodecError, WORKER_MESSAGE_MAX_BYTES};
 use crate::ids::{Attempt, EngineId, Incarnation, LeaseId, Rank};
-use crate::layout::Topology;
+use crate::topology::Topology;
 use crate::params::OfferDigest;
 use crate::step::ReleaseReason;
 

@@ -106,16 +106,24 @@ impl ReleaseReason {
     }
 }
 
-/// The blocks of one group that a load moves: item `i` of `remote` goes to item `i` of `local`.
+/// The blocks of one group that a load moves. Both lists are counted from the start of the request's sequence, each in
+/// its own side's blocks, so that a token has the same position in both whatever the sizes of the blocks are.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GroupBlocks {
     /// The block group.
     pub group: u32,
-    /// Position of the first pair in the request's sequence, in blocks.
+    /// Position in the sequence of the first local block, in local blocks. What lies before it is not touched.
     pub first: u32,
+    /// Position in the sequence of the first remote block, in remote blocks.
+    #[serde(default)]
+    pub remote_first: u32,
+    /// Tokens from the start of the sequence that are handed over. Both lists reach at least to there, and no block of
+    /// either begins behind it.
+    #[serde(default)]
+    pub tokens: u32,
     /// The producer's blocks.
     pub remote: BlockList,
-    /// The consumer's blocks, as many.
+    /// The consumer's blocks.
     pub local: BlockList,
 }
 

@@ -126,7 +126,7 @@ fn message() -> impl Strategy<Value = WorkerMessage> {
             engine,
             incarnation,
             rank: Rank(rank),
-            topology: Topology { ranks },
+            topology: Topology::of(ranks),
             to,
             to_rank: Rank(to_rank),
         }),

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kv_proto::{EngineId, Incarnation, LeaseTerms, Topology};
+use kv_proto::{EngineId, GroupKind, Incarnation, LeaseTerms, Topology};
 use thiserror::Error;
 
 /// Everything the scheduler half needs to know. All of it is plain data.
@@ -18,12 +18,13 @@ pub struct SchedConfig {
     pub host: String,
     /// Port of that listener.
     pub port: u16,
-    /// Tokens in a block.
+    /// Tokens in a block of the block table. Where tokens are dealt out over ranks, these are a block's tokens of all of
+    /// them together.
     pub block_tokens: u32,
     /// Blocks in the pool.
     pub blocks: u32,
-    /// Block groups.
-    pub groups: u32,
+    /// What each block group is.
+    pub groups: Vec<GroupKind>,
     /// Life of a lease without renewal. Short, since a consumer that lives renews.
     pub lease_ttl: Duration,
     /// What a renewal extends a lease to, counted from its arrival.
@@ -53,6 +54,9 @@ pub enum SchedConfigError {
         /// The field.
         field: &'static str,
     },
+    /// A topology that cannot be.
+    #[error(transparent)]
+    Topology(#[from] kv_proto::topology::TopologyError),
     /// Two durations in the wrong order.
     #[error("{field} of {value:?} is longer than {other} of {other_value:?}")]
     Order {
@@ -70,12 +74,12 @@ pub enum SchedConfigError {
 impl SchedConfig {
     /// Checks ranges and orders.
     pub fn check(&self) -> Result<(), SchedConfigError> {
+        self.topology.check()?;
         let numbers = [
-            ("ranks", self.topology.ranks),
             ("port", u32::from(self.port)),
             ("block_tokens", self.block_tokens),
             ("blocks", self.blocks),
-            ("groups", self.groups),
+            ("groups", u32::try_from(self.groups.len()).unwrap_or(u32::MAX)),
         ];
         for (field, value) in numbers {
             if value == 0 {

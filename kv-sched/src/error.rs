@@ -1,7 +1,7 @@
 //! Errors of the hooks. Each means that the call changed nothing, except that an offer which came with a refused
 //! request is given back to its producer.
 
-use kv_proto::RequestId;
+use kv_proto::{GroupKind, RequestId};
 use thiserror::Error;
 
 /// Why a hook refused.
@@ -90,23 +90,29 @@ pub enum SchedError {
         /// Theirs.
         theirs: usize,
     },
-    /// Another block size.
-    #[error("block_tokens: ours {ours}, theirs {theirs}")]
-    BlockTokens {
-        /// Ours.
-        ours: u32,
-        /// Theirs.
-        theirs: u32,
-    },
     /// The offer's blocks are not those that its tokens need.
-    #[error("the offer covers {tokens} tokens in {needed} blocks, but names {got}")]
+    #[error("the offer covers {tokens} tokens, which end in block {needed}, but group {group} ends in block {got}")]
     OfferBlocks {
         /// Tokens offered.
         tokens: u32,
-        /// Blocks that they fill.
+        /// The block that they end in, counted from 1.
         needed: u32,
-        /// Blocks named.
+        /// The group.
+        group: usize,
+        /// The block that the group's list ends in.
         got: u32,
+    },
+    /// Of a group the offer leaves out tokens that are looked at.
+    #[error("the offer's group {group} ({kind}) begins at token {begins}; tokens from {needed} on are needed")]
+    OfferBegins {
+        /// The group.
+        group: usize,
+        /// What it is.
+        kind: GroupKind,
+        /// Its first token.
+        begins: u32,
+        /// The first token that is needed.
+        needed: u32,
     },
     /// The offer covers more tokens than the prompt has.
     #[error("the offer covers {offered} tokens, the prompt has {prompt}")]

@@ -1,7 +1,8 @@
 //! The scheduler half as an engine calls it: both policies, one plan.
 
+use kv_proto::params::PrefixMarks;
 use kv_proto::{
-    BlockList, Moment, PeerLocator, Plan, ReleaseReason, RemotePrefill, Report, RequestId, TransferParams,
+    BlockList, GroupKind, Moment, PeerLocator, Plan, ReleaseReason, RemotePrefill, Report, RequestId, TransferParams,
     token_digest,
 };
 
@@ -9,7 +10,7 @@ use crate::config::{SchedConfig, SchedConfigError};
 use crate::error::SchedError;
 use crate::event::{Finish, HoldId, LoadResult, Remaining, RequestEnd, Role, SchedEvent, Verdict};
 use crate::machine::consumer::{Consumer, ConsumerStats};
-use crate::machine::producer::{Producer, ProducerStats};
+use crate::machine::producer::{Producer, ProducerStats, Prompt};
 
 /// Whether new hand-overs are taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -73,21 +74,25 @@ impl Scheduler {
         match params {
             TransferParams::RemoteDecode { other } => {
                 let tokens = self.admit(request, prompt)?;
-                let digest = token_digest(prompt);
+                let prompt = Prompt {
+                    tokens,
+                    digest: token_digest(prompt),
+                    marks: PrefixMarks::of(prompt, self.config.block_tokens),
+                };
                 let orders = &mut self.plan.producer;
-                self.producer.arrived(request.clone(), tokens, digest, other.clone(), orders);
+                self.producer.arrived(request.clone(), prompt, other.clone(), orders);
                 Ok(Role::Producer)
             }
             TransferParams::RemotePrefill(remote) => {
                 let fit = |tokens| {
-                    let mut offers = std::iter::once(&**remote).chain(&remote.alternatives);
-                    offers.try_for_each(|offer| self.fits(offer, prompt, tokens))
+                    let offers = std::iter::once(&**remote).chain(&remote.alternatives);
+                    offers.map(|offer| self.fits(offer, prompt, tokens)).collect::<Result<Vec<u32>, _>>()
                 };
                 match self.admit(request, prompt).and_then(fit) {
-                    Ok(()) => {
+                    Ok(usable) => {
                         let remote = RemotePrefill::clone(remote);
                         let orders = &mut self.plan.consumer;
-                        self.consumer.arrived(now, &self.config, request.clone(), remote, orders);
+                        self.consumer.arrived(now, &self.config, request.clone(), remote, &usable, orders);
                         Ok(Role::Consumer)
                     }
                     Err(error) => {
@@ -123,31 +128,42 @@ impl Scheduler {
         tokens.ok_or(SchedError::PromptTooLong { tokens: prompt.len() })
     }
 
-    fn fits(&self, remote: &RemotePrefill, prompt: &[u32], prompt_tokens: u32) -> Result<(), SchedError> {
-        if remote.block_tokens != self.config.block_tokens {
-            let (ours, theirs) = (self.config.block_tokens, remote.block_tokens);
-            return Err(SchedError::BlockTokens { ours, theirs });
-        }
-        if remote.blocks.len() != self.config.groups as usize {
-            let (ours, theirs) = (self.config.groups as usize, remote.blocks.len());
+    /// How many of the offered tokens are the prompt's own, from its start: all of them, or, of a prompt that was changed
+    /// on the way, as many as the offer's marks say.
+    fn fits(&self, remote: &RemotePrefill, prompt: &[u32], prompt_tokens: u32) -> Result<u32, SchedError> {
+        if remote.blocks.len() != self.config.groups.len() {
+            let (ours, theirs) = (self.config.groups.len(), remote.blocks.len());
             return Err(SchedError::Groups { ours, theirs });
         }
-        // Parsed parameters cannot say so; made by hand they can.
-        let needed = remote.tokens.div_ceil(remote.block_tokens);
-        if let Some(group) = remote.blocks.iter().find(|group| group.len() != needed) {
-            return Err(SchedError::OfferBlocks { tokens: remote.tokens, needed, got: group.len() });
-        }
-        if remote.tokens > prompt_tokens {
-            return Err(SchedError::PromptTooShort { offered: remote.tokens, prompt: prompt_tokens });
-        }
-        if remote.tokens > 0 {
-            let ours = token_digest(&prompt[..remote.tokens as usize]);
-            if ours != remote.token_digest {
-                let theirs = remote.token_digest.clone();
-                return Err(SchedError::PromptDiffers { tokens: remote.tokens, ours, theirs });
+        let (tokens, needed) = (remote.tokens, remote.block_count());
+        for (group, (list, kind)) in remote.blocks.iter().zip(&self.config.groups).enumerate() {
+            // Parsed parameters cannot say so; made by hand they can.
+            let got = remote.first(group).saturating_add(list.len());
+            if got != needed || (list.is_empty() && needed > 0) {
+                return Err(SchedError::OfferBlocks { tokens, needed, group, got });
+            }
+            let needed = kind.first_token(tokens);
+            let begins = remote.first(group).saturating_mul(remote.block_tokens);
+            if begins > needed && tokens > 0 {
+                return Err(SchedError::OfferBegins { group, kind: *kind, begins, needed });
             }
         }
-        Ok(())
+        let whole = prompt.get(..tokens as usize);
+        let ours = whole.map(token_digest);
+        if tokens == 0 || ours.as_ref() == Some(&remote.token_digest) {
+            return Ok(tokens);
+        }
+        // Of a window the offer has the end alone, and of a state only that after the last token.
+        let in_parts = self.config.groups.iter().all(|kind| *kind == GroupKind::Full);
+        let common = if in_parts { remote.marks.common(prompt) } else { 0 };
+        match ours {
+            _ if common > 0 => Ok(common),
+            None => Err(SchedError::PromptTooShort { offered: tokens, prompt: prompt_tokens }),
+            Some(ours) => {
+                let theirs = remote.token_digest.clone();
+                Err(SchedError::PromptDiffers { tokens, ours, theirs })
+            }
+        }
     }
 
     /// How many tokens a load would bring beyond the `local_tokens` that the engine holds already (full blocks,

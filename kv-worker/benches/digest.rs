@@ -41,12 +41,15 @@ fn layout(size: u64) -> BlockLayout {
         block_bytes: size,
         dtype: Dtype::U8,
         heads: 1,
+        heads_total: 0,
         head_size: (size / 16) as u32,
     };
     BlockLayout {
         block_tokens: 16,
         blocks: blocks as u32,
+        kernel_tokens: 0,
         order: BlockOrder::HeadsTokens,
+        groups: vec![],
         regions: (0..8).map(region).collect(),
     }
 }

@@ -54,7 +54,7 @@ fn machine(engine: &str, incarnation: u64) -> WorkerMachine {
         engine: EngineId::new(engine).unwrap(),
         incarnation: life(incarnation),
         rank: Rank(0),
-        topology: Topology { ranks: 1 },
+        topology: Topology::of(1),
         checksums: false,
         limits: WorkerLimits::default(),
     };
@@ -73,9 +73,10 @@ fn layout() -> BlockLayout {
         block_bytes: 64,
         dtype: Dtype::F32,
         heads: 1,
+        heads_total: 0,
         head_size: 4,
     };
-    BlockLayout { block_tokens: 4, blocks: 16, order: BlockOrder::HeadsTokens, regions: vec![region] }
+    BlockLayout { block_tokens: 4, blocks: 16, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions: vec![region] }
 }
 
 fn peer() -> PeerLocator {
@@ -115,7 +116,7 @@ fn producer(leases: u64, consumers: u64) -> WorkerMachine {
             engine: EngineId::new("d").unwrap(),
             incarnation: life(100 + consumer),
             rank: Rank(0),
-            topology: Topology { ranks: 1 },
+            topology: Topology::of(1),
             to: life(1),
             to_rank: Rank(0),
         };
@@ -150,7 +151,7 @@ fn consumer(leases: u64) -> WorkerMachine {
 
 /// D's worker is greeted by P, then renews twice; each round's decisions go to `sent`.
 fn connect(m: &mut WorkerMachine, mut sent: impl FnMut(usize, &[Decision])) {
-    let topology = Topology { ranks: 1 };
+    let topology = Topology::of(1);
     let peer = std::sync::Arc::new(peer());
     let worker = WorkerCard {
         rank: Rank(0),

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kv_proto::topology::TopologyError;
 use kv_proto::{EngineId, Incarnation, Rank, Topology};
 use thiserror::Error;
 
@@ -95,6 +96,9 @@ pub enum WorkerConfigError {
         /// The field.
         field: &'static str,
     },
+    /// A topology that cannot be.
+    #[error(transparent)]
+    Topology(#[from] TopologyError),
     /// The rank is not one of the engine's.
     #[error("rank is {rank}, the engine has ranks 0 to {last}")]
     Rank {
@@ -108,9 +112,7 @@ pub enum WorkerConfigError {
 impl WorkerConfig {
     /// Checks ranges.
     pub fn check(&self) -> Result<(), WorkerConfigError> {
-        if self.topology.ranks == 0 {
-            return Err(WorkerConfigError::Zero { field: "ranks" });
-        }
+        self.topology.check()?;
         if self.rank.0 >= self.topology.ranks {
             return Err(WorkerConfigError::Rank { rank: self.rank.0, last: self.topology.ranks - 1 });
         }

@@ -9,16 +9,16 @@ use std::time::{Duration, Instant};
 
 use kv_proto::handshake::{EngineCard, Query, TransportCard};
 use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
-use kv_proto::{Fingerprint, LoadFailure, LoadId, Moment, PeerLocator, Plan, Report};
+use kv_proto::{Fingerprint, LoadFailure, Moment, PeerLocator, Plan, Report};
 use kv_transport::{
-    Address, Event, OpId, PeerId, ReadError, ReadLimits, ReadRequest, RegionKey, Transport, TransportError,
+    Address, Event, OpId, PeerId, ReadError, ReadLimits, ReadPart, ReadRequest, RegionKey, Transport, TransportError,
 };
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
 
 use crate::digest::Digester;
-use crate::machine::io::{Decision, DigestOf, Fact, Failure, LinkId, SelfCheck as Found};
+use crate::machine::io::{Decision, DigestOf, Fact, Failure, LinkId, PullId, SelfCheck as Found, SourceKey};
 use crate::machine::peers::Peers;
 use crate::machine::worker::{WorkerMachine, WorkerStats};
 use crate::self_check::{self, SelfCheck};
@@ -115,7 +115,7 @@ pub(crate) struct Driver {
 }
 
 type DigestEnd = (DigestOf, Result<Vec<BlockDigest>, Failure>);
-type DialEnd = (Arc<PeerLocator>, Result<EngineCard, Failure>);
+type DialEnd = (SourceKey, Result<EngineCard, Failure>);
 
 struct Running {
     driver: Driver,
@@ -126,6 +126,9 @@ struct Running {
     digests: JoinSet<DigestEnd>,
     /// Digests that wait for their turn.
     to_digest: VecDeque<(DigestOf, Vec<GroupList>)>,
+    /// Reads under way, by the number that the transport knows them by.
+    reads: BTreeMap<OpId, PullId>,
+    next_read: u64,
     links: BTreeMap<LinkId, PeerId>,
     names: BTreeMap<PeerId, LinkId>,
     next_accepted: u64,
@@ -142,6 +145,8 @@ impl Driver {
             dials: JoinSet::new(),
             digests: JoinSet::new(),
             to_digest: VecDeque::new(),
+            reads: BTreeMap::new(),
+            next_read: 0,
             links: BTreeMap::new(),
             names: BTreeMap::new(),
             next_accepted: 0,
@@ -191,8 +196,8 @@ impl Running {
                     }
                 },
                 Some(ended) = self.dials.join_next() => match ended {
-                    Ok((peer, result)) => {
-                        self.take(Fact::HandshakeEnded { peer, result: result.map(Box::new) });
+                    Ok((key, result)) => {
+                        self.take(Fact::HandshakeEnded { key, result: result.map(Box::new) });
                     }
                     // The machine's own limit on the handshake ends it.
                     Err(error) => warn!(%error, "a handshake's thread failed"),
@@ -282,7 +287,9 @@ impl Running {
             }
             Event::ReadCompleted { op, outcome } => {
                 let result = outcome.result.map_err(|e| read_failure(&e));
-                self.take(Fact::ReadEnded { load: LoadId(op.0), result });
+                if let Some(pull) = self.reads.remove(&op) {
+                    self.take(Fact::ReadEnded { pull, result });
+                }
             }
             Event::PeerLost { peer, reason } => {
                 if let Some(link) = self.names.remove(&peer) {
@@ -296,7 +303,7 @@ impl Running {
 
     fn carry_out(&mut self, decision: Decision) {
         match decision {
-            Decision::ShakeHands { peer } => self.shake_hands(peer),
+            Decision::ShakeHands { key } => self.shake_hands(key),
             Decision::Connect { link, address } => {
                 let limit = self.driver.machine.config().limits.connect;
                 match self.driver.transport.connect(&address, limit) {
@@ -317,28 +324,11 @@ impl Running {
                 }
             }
             Decision::Send { link, message } => self.send(link, &message),
-            Decision::Read { load, link, parts } => {
-                let limits = self.driver.machine.config().limits;
-                let limits = ReadLimits { total: limits.read, stall: limits.stall };
-                let refused = match self.links.get(&link) {
-                    None => Some(Failure::new(LoadFailure::PeerLost, "the connection is gone")),
-                    Some(peer) => {
-                        let request = ReadRequest { op: OpId(load.0), peer: *peer, parts, limits };
-                        self.driver.transport.read(request).err().map(|error| {
-                            // A connection may be gone before its loss is told.
-                            let reason = match error {
-                                TransportError::UnknownPeer { .. } => LoadFailure::PeerLost,
-                                _ => LoadFailure::ReadRefused,
-                            };
-                            Failure::new(reason, error.to_string())
-                        })
-                    }
-                };
-                if let Some(failure) = refused {
-                    self.take(Fact::ReadEnded { load, result: Err(failure) });
-                }
+            Decision::Read { pull, link, parts } => self.read(pull, link, parts),
+            Decision::CancelRead { pull } => {
+                let ops = self.reads.iter().filter(|(_, of)| **of == pull);
+                ops.for_each(|(op, _)| self.driver.transport.cancel(*op));
             }
-            Decision::CancelRead { load } => self.driver.transport.cancel(OpId(load.0)),
             Decision::Digest { of, groups } => {
                 self.to_digest.push_back((of, groups));
                 self.start_digests();
@@ -347,6 +337,31 @@ impl Running {
                 let end = self.driver.self_check.begin(&self.driver.machine.config().limits);
                 self.self_checked(end);
             }
+        }
+    }
+
+    fn read(&mut self, pull: PullId, link: LinkId, parts: Vec<ReadPart>) {
+        let limits = self.driver.machine.config().limits;
+        let limits = ReadLimits { total: limits.read, stall: limits.stall };
+        let op = OpId(self.next_read);
+        self.next_read += 1;
+        let refused = match self.links.get(&link) {
+            None => Some(Failure::new(LoadFailure::PeerLost, "the connection is gone")),
+            Some(peer) => {
+                let request = ReadRequest { op, peer: *peer, parts, limits };
+                self.driver.transport.read(request).err().map(|error| {
+                    // A connection may be gone before its loss is told.
+                    let reason = match error {
+                        TransportError::UnknownPeer { .. } => LoadFailure::PeerLost,
+                        _ => LoadFailure::ReadRefused,
+                    };
+                    Failure::new(reason, error.to_string())
+                })
+            }
+        };
+        match refused {
+            Some(failure) => self.take(Fact::ReadEnded { pull, result: Err(failure) }),
+            None => drop(self.reads.insert(op, pull)),
         }
     }
 
@@ -400,19 +415,19 @@ impl Running {
         }
     }
 
-    fn shake_hands(&mut self, peer: Arc<PeerLocator>) {
+    fn shake_hands(&mut self, key: SourceKey) {
         let dialler = self.driver.dialler.clone();
         let fingerprint = self.driver.fingerprint.clone();
         let config = self.driver.machine.config();
-        let query = Peers::query(config, &peer);
+        let query = Peers::query(config, &key.peer);
         let limit = config.limits.handshake;
         let transport = self.driver.transport.clone();
         self.dials.spawn_blocking(move || {
-            let mut result = dialler.dial(&peer, query, &fingerprint, limit);
+            let mut result = dialler.dial(&key.peer, query, &fingerprint, limit);
             if let Ok(card) = &mut result {
                 adopt(transport.as_ref(), card);
             }
-            (peer, result)
+            (key, result)
         });
     }
 

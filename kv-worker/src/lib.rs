@@ -5,8 +5,8 @@ pub mod digest;
 mod driver;
 pub mod machine;
 pub mod portions;
-pub mod ranges;
 mod self_check;
+pub mod shape;
 pub mod worker;
 
 pub use config::{WorkerConfig, WorkerConfigError, WorkerLimits};

@@ -1,17 +1,21 @@
 //! A load in portions: what is read at once, and then checked, so that a failure does not spoil what came before.
 
-use kv_proto::{BlockLayout, BlockList, GroupBlocks};
+use kv_proto::{BlockLayout, BlockList, GroupBlocks, GroupKind};
+
+use crate::shape::SourcePlan;
 
 /// The blocks of a load that have not been ordered yet, first ones first.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Portions {
     groups: Vec<GroupBlocks>,
-    /// Blocks of each group in a portion.
+    /// Local blocks of each group in a portion.
     step: u32,
-    /// Blocks of each group that have been taken.
+    /// Local blocks of each group that have been taken.
     taken: u32,
-    /// Blocks of each group.
+    /// Local blocks of each group.
     total: u32,
+    /// Tokens of a local block, and of a remote one.
+    block_tokens: (u64, u64),
 }
 
 fn slice(list: &BlockList, from: u32, count: u32) -> BlockList {
@@ -19,11 +23,14 @@ fn slice(list: &BlockList, from: u32, count: u32) -> BlockList {
 }
 
 impl Portions {
-    /// Cuts a load so that a portion has about so many bytes, and at least one block of each group. Groups of unequal
-    /// lengths are not cut: their blocks do not stand for the same tokens.
-    pub fn of(groups: Vec<GroupBlocks>, layout: &BlockLayout, bytes: u64) -> Self {
+    /// Cuts a load so that a portion has about so many bytes of ours, and at least one block of each group. Where groups
+    /// have unequal lengths, or one of them makes sense only as a whole, nothing is cut.
+    pub fn of(groups: Vec<GroupBlocks>, plan: &SourcePlan, layout: &BlockLayout, bytes: u64) -> Self {
         let total = groups.iter().map(|group| group.local.len()).max().unwrap_or(0);
-        let alike = groups.iter().all(|group| group.local.len() == total);
+        let in_parts = |group: &GroupBlocks| {
+            group.local.len() == total && plan.group_kind(group.group) == Some(GroupKind::Full)
+        };
+        let alike = groups.iter().all(in_parts);
         let position: u64 = layout
             .regions
             .iter()
@@ -32,20 +39,38 @@ impl Portions {
             .fold(0, u64::saturating_add);
         let step = if alike { bytes.checked_div(position).unwrap_or(u64::MAX).max(1) } else { u64::MAX };
         let step = u32::try_from(step).unwrap_or(u32::MAX).min(total.max(1));
-        Self { groups, step, taken: 0, total }
+        Self { groups, step, taken: 0, total, block_tokens: plan.block_tokens() }
     }
 
     /// The next portion. Empty when everything was taken.
     pub fn take(&mut self) -> Vec<GroupBlocks> {
         let (from, count) = (self.taken, self.step.min(self.total - self.taken));
         self.taken += count;
-        let part = |group: &GroupBlocks| GroupBlocks {
+        if count == self.total {
+            return self.groups.clone();
+        }
+        self.groups.iter().map(|group| self.part(group, from, count)).collect()
+    }
+
+    /// So many local blocks of a group, and the remote ones that hold their tokens.
+    fn part(&self, group: &GroupBlocks, from: u32, count: u32) -> GroupBlocks {
+        let (ours, theirs) = self.block_tokens;
+        let first = group.first.saturating_add(from);
+        let begin = u64::from(first) * ours;
+        let end = (begin + u64::from(count) * ours).min(u64::from(group.tokens));
+        // Both are positions of blocks in the list, whose length is a 32-bit number.
+        let narrow = |position: u64| u32::try_from(position).unwrap_or(u32::MAX);
+        let remote_first = narrow(begin / theirs.max(1)).max(group.remote_first);
+        let remote_end = narrow(end.div_ceil(theirs.max(1)));
+        let skipped = remote_first - group.remote_first;
+        GroupBlocks {
             group: group.group,
-            first: group.first.saturating_add(from),
-            remote: slice(&group.remote, from, count),
+            first,
+            remote_first,
+            tokens: narrow(end),
+            remote: slice(&group.remote, skipped, remote_end.saturating_sub(remote_first)),
             local: slice(&group.local, from, count),
-        };
-        self.groups.iter().map(part).collect()
+        }
     }
 
     /// Goes back, or forward, to where so many blocks of each group have been taken.
@@ -86,10 +111,11 @@ mod tests {
             block_bytes: 64,
             dtype: Dtype::F32,
             heads: 1,
+            heads_total: 0,
             head_size: 4,
         };
         let regions = (0..layers).map(region).collect();
-        BlockLayout { block_tokens: 4, blocks: 100, order: BlockOrder::HeadsTokens, regions }
+        BlockLayout { block_tokens: 4, blocks: 100, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions }
     }
 
     fn group(count: u32) -> GroupBlocks {

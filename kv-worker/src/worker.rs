@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kv_proto::handshake::{TransportCard, WorkerCard};
+use kv_proto::handshake::{CardError, TransportCard, WorkerCard, check_heads};
 use kv_proto::layout::LayoutError;
 use kv_proto::{BlockLayout, CodecError, Fingerprint, Plan, Report};
 use kv_transport::{Memory, Transport, TransportError};
@@ -32,6 +32,9 @@ pub enum WorkerError {
     /// The layout cannot be.
     #[error(transparent)]
     Layout(#[from] LayoutError),
+    /// The layout's heads are not those that the topology gives this rank.
+    #[error(transparent)]
+    Heads(#[from] CardError),
     /// A plan that is none; nothing of it was done.
     #[error(transparent)]
     Plan(#[from] CodecError),
@@ -105,6 +108,7 @@ impl Worker {
         config.check()?;
         let memory_sizes: Vec<u64> = memories.iter().map(|m| m.len() as u64).collect();
         layout.check(&memory_sizes)?;
+        check_heads(config.topology, config.rank, &layout)?;
         let mut regions = Vec::with_capacity(memories.len());
         let mut keys = Vec::with_capacity(memories.len());
         let digester = Arc::new(Digester::new(layout.clone(), memories.clone()));

@@ -421,7 +421,7 @@ fn a_large_portion_is_compared_in_messages_that_can_be_sent() {
         engine: EngineId::new("us").unwrap(),
         incarnation: life(100),
         rank: Rank(0),
-        topology: Topology { ranks: 1 },
+        topology: Topology::of(1),
         checksums: true,
         limits: WorkerLimits { portion_bytes: u64::MAX, ..limits() },
     };

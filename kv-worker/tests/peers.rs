@@ -115,7 +115,7 @@ fn r045_cards_that_do_not_fit_fail_the_load_as_incompatible() {
     let mut no_transport = card(1);
     no_transport.workers[0].transports[0].name = "other".to_owned();
     let mut cut = card(1);
-    cut.topology = Topology { ranks: 2 };
+    cut.topology = Topology::of(2);
     for card in [no_transport, cut] {
         let mut rig = Rig::new();
         rig.order(0, &[load(1, 5, 1)]);

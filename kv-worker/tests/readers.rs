@@ -141,7 +141,7 @@ fn other_rank(message: &mut WorkerMessage) {
 
 fn other_topology(message: &mut WorkerMessage) {
     if let WorkerMessage::Hello { topology, .. } = message {
-        *topology = Topology { ranks: 2 };
+        *topology = Topology::of(2);
     }
 }
 

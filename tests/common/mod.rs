@@ -76,6 +76,7 @@ impl Shape {
             groups: 1,
             block_tokens: 4,
             heads: 2,
+            heads_total: 0,
             gap: 16,
             valve: false,
             spoil: None,
@@ -101,12 +102,15 @@ impl Shape {
             block_bytes,
             dtype: Dtype::F16,
             heads: self.heads,
+            heads_total: 0,
             head_size: HEAD_SIZE,
         };
         BlockLayout {
             block_tokens: self.block_tokens,
             blocks: self.blocks,
+            kernel_tokens: 0,
             order: BlockOrder::HeadsTokens,
+            groups: vec![],
             regions: (0..self.layers).map(region).collect(),
         }
     }

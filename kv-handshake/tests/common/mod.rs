@@ -34,14 +34,15 @@ pub(crate) fn layout() -> BlockLayout {
         block_bytes: 1024,
         dtype: Dtype::F32,
         heads: 2,
+        heads_total: 0,
         head_size: 8,
     };
-    BlockLayout { block_tokens: 16, blocks: 4, order: BlockOrder::HeadsTokens, regions: vec![region] }
+    BlockLayout { block_tokens: 16, blocks: 4, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions: vec![region] }
 }
 
 /// The fingerprint does not depend on the rank count here, so that a topology can differ alone.
 pub(crate) fn fingerprint() -> Fingerprint {
-    Fingerprint::of("model-a", &layout(), Topology { ranks: 1 })
+    Fingerprint::of("model-a", &layout(), Topology::of(1))
 }
 
 pub(crate) fn card_with(ranks: u32, fingerprint: &Fingerprint, address: &[u8]) -> EngineCard {
@@ -59,7 +60,7 @@ pub(crate) fn card_with(ranks: u32, fingerprint: &Fingerprint, address: &[u8]) -
     EngineCard {
         engine: id("p-0"),
         incarnation: LIFE,
-        topology: Topology { ranks },
+        topology: Topology::of(ranks),
         workers: (0..ranks).map(worker).collect(),
         renew_every_ms: 0,
     }
@@ -74,7 +75,7 @@ pub(crate) fn query() -> Query {
         engine: id("d-0"),
         incarnation: Incarnation::from_random(0x2222),
         rank: Rank(1),
-        topology: Topology { ranks: 2 },
+        topology: Topology::of(2),
         wanted: id("p-0"),
     }
 }

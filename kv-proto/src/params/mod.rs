@@ -10,6 +10,7 @@
 //! is real and held is decided between the workers.
 
 mod error;
+pub mod marks;
 mod read;
 #[cfg(test)]
 mod tests;
@@ -20,10 +21,10 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use crate::blocks::BlockList;
-use crate::ids::{EngineId, Incarnation, LeaseId, LeaseRef, RequestId};
-use crate::layout::hex;
+use crate::ids::{EngineId, Incarnation, LeaseId, LeaseRef, RequestId, hex};
 
 pub use error::ParamsError;
+pub use marks::PrefixMarks;
 
 /// The key under which our own fields travel.
 pub const EXTRA_KEY: &str = "kv_connector";
@@ -57,14 +58,19 @@ pub struct RemotePrefill {
     pub tokens: u32,
     /// Tokens in one of P's blocks.
     pub block_tokens: u32,
-    /// P's blocks by group; item `i` of a group holds the tokens from `i * block_tokens`.
+    /// P's blocks by group; item `i` of a group holds the tokens from `(firsts + i) * block_tokens`.
     pub blocks: Vec<BlockList>,
+    /// Position of each group's first block in the sequence, in blocks: of a sliding window only the tail is handed over,
+    /// and the one block of a state stands at the last position. Empty: all lists begin at 0.
+    pub firsts: Vec<u32>,
     /// The life of P that granted the lease.
     pub incarnation: Incarnation,
     /// The lease that keeps the blocks; `None` if P pinned nothing.
     pub lease: Option<LeaseId>,
     /// Digest of the tokens, see [`token_digest`].
     pub token_digest: String,
+    /// Digests of shorter prefixes, for a prompt that has only a part in common with the offer.
+    pub marks: PrefixMarks,
     /// Offers of other producers for the same prompt, in the order in which they are to be tried. These have none of
     /// their own.
     pub alternatives: Vec<RemotePrefill>,
@@ -127,7 +133,8 @@ impl RemotePrefill {
         digest.update(self.tokens.to_le_bytes());
         digest.update(self.block_tokens.to_le_bytes());
         digest.update(self.token_digest.as_bytes());
-        for group in &self.blocks {
+        for (index, group) in self.blocks.iter().enumerate() {
+            digest.update(self.first(index).to_le_bytes());
             digest.update(group.len().to_le_bytes());
             for block in group.iter() {
                 digest.update(block.0.to_le_bytes());
@@ -138,8 +145,13 @@ impl RemotePrefill {
         OfferDigest::from_bytes(short)
     }
 
-    /// Number of blocks handed over, per group.
-    pub fn block_count(&self) -> u32 {
-        self.blocks.first().map_or(0, BlockList::len)
+    /// Blocks that the tokens take up: where each group's list ends, counted from the start of the sequence.
+    pub const fn block_count(&self) -> u32 {
+        if self.block_tokens == 0 { 0 } else { self.tokens.div_ceil(self.block_tokens) }
+    }
+
+    /// Position of a group's first block in the sequence, in blocks.
+    pub fn first(&self, group: usize) -> u32 {
+        self.firsts.get(group).copied().unwrap_or(0)
     }
 }

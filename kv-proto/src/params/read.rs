@@ -4,10 +4,11 @@ use serde_json::{Map, Value};
 
 use super::{
     ALTERNATIVES_KEY, ALTERNATIVES_MAX, EXTRA_KEY, EXTRA_VERSION, GROUPS_MAX, HOST_MAX_BYTES, ParamsError,
-    RemotePrefill, TOKENS_MAX, TransferParams,
+    RemotePrefill, TOKENS_MAX, TransferParams, marks,
 };
 use crate::blocks::{BLOCKS_MAX, BlockList};
 use crate::ids::{BlockId, EngineId, Incarnation, LeaseId, RequestId};
+use crate::params::PrefixMarks;
 
 fn shorten(value: &Value) -> String {
     let mut text = value.to_string();
@@ -111,6 +112,68 @@ fn block_groups(value: &Value) -> Result<Vec<BlockList>, ParamsError> {
                 .collect::<Result<BlockList, _>>()
         })
         .collect()
+}
+
+/// Positions of the groups' first blocks; absent: all 0.
+fn firsts(value: Option<Value>, groups: usize) -> Result<Vec<u32>, ParamsError> {
+    const FIELD: &str = "kv_connector.firsts";
+    match value {
+        None => Ok(vec![0; groups]),
+        Some(Value::Array(items)) if items.len() == groups => items
+            .iter()
+            .map(|item| number(item, FIELD, 0, u64::from(BLOCKS_MAX)).map(|first| first as u32))
+            .collect(),
+        Some(Value::Array(items)) => Err(ParamsError::Contradiction {
+            field: FIELD,
+            value: format!("{} groups", items.len()),
+            other: "remote_block_ids",
+            other_value: format!("{groups} groups"),
+        }),
+        Some(v) => Err(ParamsError::WrongType {
+            field: FIELD,
+            expected: "a list with a position per group",
+            got: shorten(&v),
+        }),
+    }
+}
+
+/// Digests of shorter prefixes. They only say what may be read of an offer, so that wrong ones cost a load at most.
+fn prefix_marks(value: Option<Value>, tokens: u32) -> Result<PrefixMarks, ParamsError> {
+    const FIELD: &str = "kv_connector.marks";
+    const DIGESTS: &str = "kv_connector.marks.digests";
+    let object = match value {
+        None => return Ok(PrefixMarks::default()),
+        Some(Value::Object(object)) => object,
+        Some(v) => {
+            return Err(ParamsError::WrongType { field: FIELD, expected: "an object", got: shorten(&v) });
+        }
+    };
+    let mut fields = Fields(object);
+    let every = fields.number("every", "kv_connector.marks.every", 1, TOKENS_MAX)? as u32;
+    let items = match fields.required("digests", DIGESTS)? {
+        Value::Array(items) => items,
+        v => {
+            return Err(ParamsError::WrongType {
+                field: DIGESTS,
+                expected: "a list of digests",
+                got: shorten(&v),
+            });
+        }
+    };
+    // No mark may stand for more than is offered.
+    let limit = ((tokens / every) as usize).min(marks::MARKS_MAX);
+    if items.len() > limit {
+        return Err(ParamsError::TooMany { field: DIGESTS, got: items.len(), limit });
+    }
+    let digest = |item: &Value| {
+        let digits = item.as_str().filter(|text| text.len() == 16);
+        digits.and_then(|text| u64::from_str_radix(text, 16).ok()).ok_or_else(|| ParamsError::WrongType {
+            field: DIGESTS,
+            expected: "16 hexadecimal digits each",
+            got: shorten(item),
+        })
+    };
+    Ok(PrefixMarks { every, digests: items.iter().map(digest).collect::<Result<_, _>>()? })
 }
 
 impl TransferParams {
@@ -250,6 +313,8 @@ impl RemotePrefill {
             expected: "16 lower-case hexadecimal digits",
             got: shorten(&Value::String(incarnation)),
         })?;
+        let firsts = firsts(extra.take("firsts"), blocks.len())?;
+        let marks = prefix_marks(extra.take("marks"), tokens)?;
         let lease = match extra.take("lease") {
             None => None,
             Some(v) => Some(LeaseId(number(&v, "kv_connector.lease", 0, u64::MAX)?)),
@@ -267,9 +332,11 @@ impl RemotePrefill {
             tokens,
             block_tokens,
             blocks,
+            firsts,
             incarnation,
             lease,
             token_digest: digest,
+            marks,
             alternatives: Vec::new(),
             other: fields.0,
         };
@@ -290,11 +357,14 @@ impl RemotePrefill {
         let contradiction = |field, value: String, other, other_value: String| {
             Err(ParamsError::Contradiction { field, value, other, other_value })
         };
-        for group in &self.blocks {
-            if u64::from(group.len()) != block_count {
+        for (index, group) in self.blocks.iter().enumerate() {
+            let first = self.first(index);
+            let reaches = u64::from(group.len()) + u64::from(first);
+            if reaches != block_count || (group.is_empty() && block_count > 0) {
+                let from = if first == 0 { String::new() } else { format!(" from position {first}") };
                 return contradiction(
                     "remote_block_ids",
-                    format!("{} blocks", group.len()),
+                    format!("{} blocks{from}", group.len()),
                     "kv_connector.blocks",
                     block_count.to_string(),
                 );

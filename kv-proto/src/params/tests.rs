@@ -15,9 +15,11 @@ fn sample() -> RemotePrefill {
         tokens: 40,
         block_tokens: 16,
         blocks: vec![[4, 5, 9].into_iter().map(BlockId).collect()],
+        firsts: vec![0],
         incarnation: Incarnation::from_random(7),
         lease: Some(LeaseId(3)),
         token_digest: token_digest(&[1, 2, 3]),
+        marks: PrefixMarks::default(),
         alternatives: Vec::new(),
         other: Map::new(),
     }
@@ -275,4 +277,41 @@ fn of_refused_parameters_every_offer_that_can_be_read_is_found() {
     assert_eq!(leases(&value), [100, 102]);
     value["alternatives"] = json!(7);
     assert_eq!((leases(&value), leases(&json!([]))), (vec![], vec![]));
+}
+
+#[test]
+fn groups_that_do_not_begin_at_the_start_and_marks_are_written_and_read_again() {
+    let mut remote = sample();
+    remote.blocks.push([7].into_iter().map(BlockId).collect());
+    remote.firsts = vec![0, 2];
+    remote.marks = PrefixMarks::of(&(0..40).collect::<Vec<_>>(), 16);
+    let params = TransferParams::RemotePrefill(Box::new(remote));
+    assert_eq!(TransferParams::parse(&params.to_json()), Ok(Some(params.clone())));
+    let refuse = |change: fn(&mut Value)| {
+        let mut value = params.to_json();
+        change(&mut value["kv_connector"]);
+        TransferParams::parse(&value).unwrap_err().to_string()
+    };
+    assert_eq!(
+        refuse(|v| v["firsts"] = json!([0, 1])),
+        "remote_block_ids says 1 blocks from position 1, but kv_connector.blocks says 3"
+    );
+    assert_eq!(
+        refuse(|v| v["firsts"] = json!([0])),
+        "kv_connector.firsts says 1 groups, but remote_block_ids says 2 groups"
+    );
+    assert!(refuse(|v| v["firsts"] = json!([0, -1])).starts_with("kv_connector.firsts is -1"));
+    assert_eq!(
+        refuse(|v| v["marks"]["every"] = json!(32)),
+        "kv_connector.marks.digests has 2 items, at most 1 are allowed"
+    );
+    assert_eq!(
+        refuse(|v| v["marks"]["every"] = json!(0)),
+        "kv_connector.marks.every is 0; 1 to 67108864 are allowed"
+    );
+    assert_eq!(
+        refuse(|v| v["marks"]["digests"][0] = json!("00")),
+        "kv_connector.marks.digests must be 16 hexadecimal digits each, got \"00\""
+    );
+    assert!(refuse(|v| v["marks"] = json!(3)).starts_with("kv_connector.marks must be an object"));
 }

@@ -31,6 +31,13 @@ impl RemotePrefill {
             "token_digest": self.token_digest,
             "incarnation": self.incarnation.to_hex(),
         });
+        if self.firsts.iter().any(|first| *first > 0) {
+            extra["firsts"] = json!(self.firsts);
+        }
+        if self.marks.every > 0 {
+            let digests: Vec<String> = self.marks.digests.iter().map(|d| format!("{d:016x}")).collect();
+            extra["marks"] = json!({"every": self.marks.every, "digests": digests});
+        }
         if let Some(LeaseId(lease)) = self.lease {
             extra["lease"] = json!(lease);
         }

@@ -83,7 +83,7 @@ pub(crate) fn messages() -> Vec<(String, WorkerMessage)> {
                 engine: engine("d-0"),
                 incarnation: Incarnation::from_random(1),
                 rank: Rank(1),
-                topology: Topology { ranks: 2 },
+                topology: Topology::of(2),
                 to: LIFE,
                 to_rank: Rank(1),
             },
@@ -187,6 +187,7 @@ fn region(kind: RegionKind, base: u64) -> RegionLayout {
         block_bytes: 512,
         dtype: Dtype::Bf16,
         heads: 2,
+        heads_total: 0,
         head_size: 8,
     }
 }
@@ -195,13 +196,15 @@ pub(crate) fn worker_card(rank: u32) -> WorkerCard {
     let layout = BlockLayout {
         block_tokens: 16,
         blocks: 4,
+        kernel_tokens: 0,
         order: BlockOrder::HeadsTokens,
+        groups: vec![],
         regions: vec![region(RegionKind::Key, 0), region(RegionKind::Value, 512)],
     };
     WorkerCard {
         rank: Rank(rank),
         memory_sizes: vec![4096, 1 << 40],
-        fingerprint: Fingerprint::of("model-ü", &layout, Topology { ranks: 2 }).with("draft", "none"),
+        fingerprint: Fingerprint::of("model-ü", &layout, Topology::of(2)).with("draft", "none"),
         layout,
         transports: vec![TransportCard {
             name: "tcp".to_owned(),
@@ -219,7 +222,7 @@ pub(crate) fn engine_card() -> EngineCard {
     EngineCard {
         engine: engine("p-0"),
         incarnation: LIFE,
-        topology: Topology { ranks: 2 },
+        topology: Topology::of(2),
         workers: vec![worker_card(0), worker_card(1)],
         renew_every_ms: 3_333,
     }
@@ -230,7 +233,7 @@ pub(crate) fn query() -> Query {
         engine: engine("d-0"),
         incarnation: Incarnation::from_random(1),
         rank: Rank(1),
-        topology: Topology { ranks: 2 },
+        topology: Topology::of(2),
         wanted: engine("p-0"),
     }
 }

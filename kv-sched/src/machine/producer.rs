@@ -9,18 +9,38 @@
 use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 
-use kv_proto::{BlockList, LeaseEnd, LeaseId, Moment, ProducerOrder, Rank, RemotePrefill, RequestId, Timers};
+use kv_proto::params::PrefixMarks;
+use kv_proto::{
+    BlockList, GroupKind, LeaseEnd, LeaseId, Moment, ProducerOrder, Rank, RemotePrefill, RequestId, Timers,
+};
 use serde_json::{Map, Value};
 
 use crate::config::SchedConfig;
 use crate::event::{Finish, HoldId, RequestEnd, SchedEvent, Verdict};
 
+/// What is remembered of a prompt.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Prompt {
+    /// Its tokens.
+    pub tokens: u32,
+    /// Their digest.
+    pub digest: String,
+    /// Digests of its shorter prefixes.
+    pub marks: PrefixMarks,
+}
+
+/// What is handed over: the blocks that are kept, by group, and where each list begins.
+#[derive(Debug, Clone, Default)]
+struct Handed {
+    blocks: Vec<BlockList>,
+    firsts: Vec<u32>,
+}
+
 /// A request that computes for somebody else.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Computing {
     lease: LeaseId,
-    prompt_tokens: u32,
-    token_digest: String,
+    prompt: Prompt,
     /// Keys that came with the request and are not ours; they go back with the answer.
     other: Map<String, Value>,
 }
@@ -122,14 +142,13 @@ impl Producer {
     pub fn arrived(
         &mut self,
         request: RequestId,
-        prompt_tokens: u32,
-        token_digest: String,
+        prompt: Prompt,
         other: Map<String, Value>,
         orders: &mut Vec<ProducerOrder>,
     ) {
         let lease = LeaseId(self.next_lease);
         self.next_lease += 1;
-        self.computing.insert(request, Computing { lease, prompt_tokens, token_digest, other });
+        self.computing.insert(request, Computing { lease, prompt, other });
         orders.push(ProducerOrder::Announce { lease });
     }
 
@@ -144,21 +163,22 @@ impl Producer {
         hands_over: bool,
         orders: &mut Vec<ProducerOrder>,
     ) -> Option<Finish> {
-        let Computing { lease, prompt_tokens, token_digest, other } = self.computing.remove(request)?;
+        let Computing { lease, prompt, other } = self.computing.remove(request)?;
         let handed = match end {
             RequestEnd::Aborted => None,
             RequestEnd::Complete { .. } if !hands_over => None,
             RequestEnd::Complete { computed_tokens, blocks } => {
-                hand_over(config, prompt_tokens, *computed_tokens, blocks)
+                hand_over(config, prompt.tokens, *computed_tokens, blocks)
             }
         };
-        let Some(blocks) = handed else {
+        let Some(handed) = handed else {
             self.stats.forgotten += 1;
             orders.push(ProducerOrder::Forget { lease });
             let nothing = match end {
                 RequestEnd::Aborted => None,
                 RequestEnd::Complete { .. } => {
-                    Some(self.params(config, request, Vec::new(), 0, None, String::new(), other))
+                    let empty = Prompt { tokens: 0, digest: String::new(), marks: PrefixMarks::default() };
+                    Some(self.params(config, request, Handed::default(), None, empty, other))
                 }
             };
             return Some(Finish { verdict: Verdict::Free, params: nothing });
@@ -166,39 +186,43 @@ impl Producer {
         self.stats.granted += 1;
         let overdue_at = now + config.lease_max + config.report_grace;
         self.timers.set(overdue_at, lease);
-        let params =
-            self.params(config, request, blocks.clone(), prompt_tokens, Some(lease), token_digest, other);
+        let blocks = handed.blocks.clone();
+        let params = self.params(config, request, handed, Some(lease), prompt, other);
         orders.push(ProducerOrder::Grant { lease, terms: config.terms(), offer: params.digest() });
         let held = Held { request: request.clone(), blocks, ended: BTreeMap::new(), overdue_at };
         self.held.insert(lease, held);
         Some(Finish { verdict: Verdict::Hold(HoldId::Lease(lease)), params: Some(params) })
     }
 
-    #[allow(clippy::too_many_arguments)] // What an offer consists of.
     fn params(
         &self,
         config: &SchedConfig,
         request: &RequestId,
-        blocks: Vec<BlockList>,
-        tokens: u32,
+        handed: Handed,
         lease: Option<LeaseId>,
-        token_digest: String,
+        prompt: Prompt,
         other: Map<String, Value>,
     ) -> RemotePrefill {
-        let blocks =
-            if blocks.is_empty() { vec![BlockList::default(); config.groups as usize] } else { blocks };
+        let groups = config.groups.len();
+        let Handed { blocks, firsts } = if handed.blocks.is_empty() {
+            Handed { blocks: vec![BlockList::default(); groups], firsts: vec![0; groups] }
+        } else {
+            handed
+        };
         RemotePrefill {
             engine: config.engine.clone(),
             request: request.clone(),
             host: config.host.clone(),
             port: config.port,
             ranks: config.topology.ranks,
-            tokens,
+            tokens: prompt.tokens,
             block_tokens: config.block_tokens,
             blocks,
+            firsts,
             incarnation: config.incarnation,
             lease,
-            token_digest,
+            token_digest: prompt.digest,
+            marks: prompt.marks,
             alternatives: Vec::new(),
             other,
         }
@@ -255,17 +279,33 @@ impl Producer {
 }
 
 /// What is handed over of a finished request: the blocks that hold its prompt, if the prompt was computed whole
-/// and there is any. The list is the one given at the end, never one remembered from earlier.
+/// and there is any. The lists are those given at the end, never ones remembered from earlier. Of a window these are the
+/// blocks that are still looked at, of a state the last one, if the state did not go on beyond the prompt.
 fn hand_over(
     config: &SchedConfig,
     prompt_tokens: u32,
     computed_tokens: u32,
     blocks: &[BlockList],
-) -> Option<Vec<BlockList>> {
+) -> Option<Handed> {
     let count = prompt_tokens.div_ceil(config.block_tokens);
-    let complete = computed_tokens >= prompt_tokens
-        && count > 0
-        && blocks.len() == config.groups as usize
-        && blocks.iter().all(|group| group.len() >= count && group.fits(config.blocks));
-    complete.then(|| blocks.iter().map(|group| group.iter().take(count as usize).collect()).collect())
+    if computed_tokens < prompt_tokens || count == 0 || blocks.len() != config.groups.len() {
+        return None;
+    }
+    let mut handed = Handed::default();
+    for (kind, list) in config.groups.iter().zip(blocks) {
+        let (first, part): (u32, BlockList) = match kind {
+            GroupKind::State if computed_tokens > prompt_tokens => return None,
+            GroupKind::State => (count - 1, list.skip(list.len().saturating_sub(1))),
+            _ => {
+                let first = kind.first_token(prompt_tokens) / config.block_tokens;
+                (first, list.iter().skip(first as usize).take((count - first) as usize).collect())
+            }
+        };
+        if first + part.len() != count || !part.fits(config.blocks) {
+            return None;
+        }
+        handed.blocks.push(part);
+        handed.firsts.push(first);
+    }
+    Some(handed)
 }

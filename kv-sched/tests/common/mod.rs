@@ -36,7 +36,7 @@ pub(crate) fn config(ranks: u32) -> SchedConfig {
     SchedConfig {
         engine: EngineId::new("us").unwrap(),
         incarnation: ours(),
-        topology: Topology { ranks },
+        topology: Topology::of(ranks),
         host: "10.0.0.1".to_owned(),
         port: 5600,
         block_tokens: BLOCK_TOKENS,

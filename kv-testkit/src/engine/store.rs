@@ -59,10 +59,11 @@ impl MemoryStore {
                 block_bytes,
                 dtype: Dtype::F32,
                 heads: heads as u32,
+                heads_total: config.num_key_value_heads as u32,
                 head_size: 2 * head_size as u32,
             })
             .collect();
-        let layout = BlockLayout { block_tokens, blocks, order: BlockOrder::HeadsTokens, regions };
+        let layout = BlockLayout { block_tokens, blocks, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions };
         let bytes = layers * u64::from(blocks) * block_bytes;
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         let memory = allocate(bytes, shared)?;

@@ -13,7 +13,7 @@ use kv_proto::{
 };
 use kv_sched::{LoadResult, RequestEnd, SchedEvent, Scheduler, Verdict};
 use kv_worker::Failure;
-use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId, SelfCheck};
+use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId, PullId, SelfCheck, SourceKey};
 use kv_worker::machine::worker::WorkerMachine;
 
 use super::pool::{Lookup, Pool};
@@ -340,7 +340,7 @@ impl Machines {
                 } else {
                     Err(Failure::new(LoadFailure::WrongPeer, "another life answers"))
                 };
-                Fact::HandshakeEnded { peer: self.names.peer(life), result }
+                Fact::HandshakeEnded { key: SourceKey::first(self.names.peer(life)), result }
             }
             Input::Connected(link) => Fact::LinkConnected { link: LinkId::Dialled(link.into()) },
             Input::Accepted(link) => Fact::LinkAccepted { link: LinkId::Accepted(link.into()) },
@@ -354,7 +354,7 @@ impl Machines {
                     ReadEnd::Cancelled => Err(Failure::new(LoadFailure::Cancelled, "cancelled")),
                     ReadEnd::PeerLost => Err(Failure::new(LoadFailure::PeerLost, "gone")),
                 };
-                Fact::ReadEnded { load: LoadId(load.into()), result }
+                Fact::ReadEnded { pull: PullId::first(LoadId(load.into())), result }
             }
             Input::Digested { of, right } => {
                 Fact::Digested { of, digests: Ok(vec![BlockDigest(u64::from(right))]) }
@@ -390,7 +390,7 @@ impl Machines {
 
     fn deed(&mut self, decision: Decision) -> Option<Deed> {
         Some(match decision {
-            Decision::ShakeHands { peer } => Deed::ShakeHands(peer.incarnation.get()),
+            Decision::ShakeHands { key } => Deed::ShakeHands(key.peer.incarnation.get()),
             Decision::Connect { link: LinkId::Dialled(link), .. } => Deed::Connect(link as u8),
             // A worker never asks for a connection that somebody else makes.
             Decision::Connect { .. } => return None,
@@ -398,13 +398,13 @@ impl Machines {
             Decision::Send { link, message } => {
                 Deed::Send { link: Name::of(link), message: self.messages.number(message) }
             }
-            Decision::Read { load, link, parts } => {
+            Decision::Read { pull, link, parts } => {
                 let range = parts.first().and_then(|part| part.ranges.first())?;
                 let block = |offset: u64| (offset / BLOCK_BYTES) as u8;
                 let (from, to) = (block(range.remote_offset), block(range.local_offset));
-                Deed::Read { load: load.0 as Load, link: Name::of(link), from, to }
+                Deed::Read { load: pull.load.0 as Load, link: Name::of(link), from, to }
             }
-            Decision::CancelRead { load } => Deed::Cancel(load.0 as Load),
+            Decision::CancelRead { pull } => Deed::Cancel(pull.load.0 as Load),
             Decision::Digest { of, groups } => {
                 let BlockId(block) = groups.first().and_then(|group| group.blocks.iter().next())?;
                 Deed::Digest { of, block: block as u8 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
 use kv_proto::{
-    BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint, Incarnation,
+    BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint, GroupKind, Incarnation,
     LeaseId, LeaseRef, OfferDigest, PeerLocator, Plan, Rank, RegionKind, RegionLayout, ReleaseReason,
     RequestId, Topology,
 };
@@ -68,7 +68,7 @@ impl Names {
     }
 
     fn topology(&self) -> Topology {
-        Topology { ranks: self.ranks as u32 }
+        Topology::of(self.ranks as u32)
     }
 
     /// The number of an engine's life.
@@ -87,8 +87,8 @@ impl Names {
         let worker = |rank: u32| WorkerCard {
             rank: Rank(rank),
             memory_sizes: vec![BLOCKS as u64 * BLOCK_BYTES],
-            layout: layout(),
-            fingerprint: Fingerprint::of("m", &layout(), self.topology()),
+            layout: layout(self.ranks),
+            fingerprint: Fingerprint::of("m", &layout(self.ranks)),
             transports: vec![TransportCard {
                 name: "x".to_owned(),
                 address: vec![1],
@@ -117,7 +117,7 @@ impl Names {
             port: 1,
             block_tokens: TOKENS,
             blocks: BLOCKS as u32,
-            groups: 1,
+            groups: vec![GroupKind::Full],
             lease_ttl: Duration::from_millis(100),
             lease_renewal: Duration::from_millis(100),
             lease_max: Duration::from_millis(400),
@@ -159,7 +159,7 @@ impl Names {
             checksums: self.checksums,
             limits,
         };
-        WorkerMachine::new(config, LocalMemory { layout: layout(), regions: vec![RegionId(0)] }, "x")
+        WorkerMachine::new(config, LocalMemory { layout: layout(self.ranks), regions: vec![RegionId(0)] }, "x")
     }
 
     /// A release of nothing: it makes D shake hands. What it is of does not matter to P, which does not know it.
@@ -181,7 +181,7 @@ impl Names {
 }
 
 /// Where blocks lie: one layer, one memory.
-fn layout() -> BlockLayout {
+fn layout(ranks: usize) -> BlockLayout {
     let region = RegionLayout {
         layer: "l".to_owned(),
         kind: RegionKind::KeyValue,
@@ -192,12 +192,15 @@ fn layout() -> BlockLayout {
         block_bytes: BLOCK_BYTES,
         dtype: Dtype::F32,
         heads: 1,
+        heads_total: ranks as u32,
         head_size: 4,
     };
     BlockLayout {
         block_tokens: TOKENS,
         blocks: BLOCKS as u32,
+        kernel_tokens: 0,
         order: BlockOrder::HeadsTokens,
+        groups: vec![],
         regions: vec![region],
     }
 }

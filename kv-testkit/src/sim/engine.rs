@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
 use kv_proto::{
-    BlockLayout, BlockOrder, Dtype, EngineId, Fingerprint, Incarnation, Moment, Rank, RegionKind,
+    BlockLayout, BlockOrder, Dtype, EngineId, Fingerprint, GroupKind, Incarnation, Moment, Rank, RegionKind,
     RegionLayout, RequestId, Topology,
 };
 use kv_recovery::RecoveryConfig;
@@ -113,7 +113,7 @@ impl Engine {
     }
 }
 
-fn layout(blocks: u32) -> BlockLayout {
+fn layout(blocks: u32, ranks: u32) -> BlockLayout {
     let region = |layer: u64| RegionLayout {
         layer: format!("layers.{layer}"),
         kind: RegionKind::KeyValue,
@@ -124,12 +124,15 @@ fn layout(blocks: u32) -> BlockLayout {
         block_bytes: CELL_BYTES,
         dtype: Dtype::F32,
         heads: 1,
+        heads_total: ranks,
         head_size: 4,
     };
     BlockLayout {
         block_tokens: BLOCK_TOKENS,
         blocks,
+        kernel_tokens: 0,
         order: BlockOrder::HeadsTokens,
+        groups: vec![],
         regions: (0..LAYERS as u64).map(region).collect(),
     }
 }
@@ -145,7 +148,7 @@ impl World {
         engine.paused_until = 0;
         engine.busy_until = 0;
         let incarnation = Engine::incarnation(index, engine.life, same_life);
-        let topology = Topology { ranks: engine.ranks as u32 };
+        let topology = Topology::of(engine.ranks as u32);
         let size = engine.pool.size;
         engine.pool = Pool::new(size);
         engine.requests.clear();
@@ -157,8 +160,8 @@ impl World {
             (Role::Producer, _) | (_, None) => None,
         };
         let Ok(id) = EngineId::new(format!("engine-{index}")) else { return };
-        let layout = layout(size);
-        let fingerprint = Fingerprint::of("model", &layout, topology);
+        let layout = layout(size, topology.ranks);
+        let fingerprint = Fingerprint::of("model", &layout);
         let life = engine.life;
         let workers = (0..engine.ranks)
             .map(|rank| WorkerCard {
@@ -183,7 +186,7 @@ impl World {
             port: index as u16 + 1,
             block_tokens: BLOCK_TOKENS,
             blocks: size,
-            groups: 1,
+            groups: vec![GroupKind::Full],
             lease_ttl: Duration::from_millis(500),
             lease_renewal: Duration::from_millis(500),
             lease_max: Duration::from_millis(4_000),

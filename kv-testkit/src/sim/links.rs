@@ -1,13 +1,11 @@
 //! The network of a simulated world: handshakes, connections between workers, and their messages.
 
-use std::sync::Arc;
-
 use kv_proto::handshake::{Answer, EngineCard, HandshakeError, Query};
 use kv_proto::message::{OfferName, WorkerMessage};
 use kv_proto::{Attempt, LoadFailure, LoadId, PeerLocator};
 use kv_transport::Address;
 use kv_worker::Failure;
-use kv_worker::machine::io::{Fact, LinkId};
+use kv_worker::machine::io::{Fact, LinkId, SourceKey};
 use kv_worker::machine::peers::Peers;
 
 use super::canary::Canary;
@@ -55,13 +53,14 @@ impl Link {
 }
 
 impl World {
-    pub(super) fn shake_hands(&mut self, from: WorkerAt, peer: Arc<PeerLocator>) {
+    pub(super) fn shake_hands(&mut self, from: WorkerAt, key: SourceKey) {
+        let peer = &key.peer;
         let Some(worker) = self.worker(from) else { return };
-        let query: Query = Peers::query(worker.machine.config(), &peer);
+        let query: Query = Peers::query(worker.machine.config(), peer);
         let Ok(query) = query.encode(&worker.fingerprint) else { return };
         self.tell(|| format!("worker {from} shakes hands with {}", peer.engine));
         let to = usize::from(peer.port) - 1;
-        let limit = Event::HandshakeAtD { to: from, peer: peer.clone(), result: Err(unanswered(&peer)) };
+        let limit = Event::HandshakeAtD { to: from, key: key.clone(), result: Err(unanswered(peer)) };
         if !self.passes(from.engine, to) || self.strikes(FaultKind::HandshakeLost) {
             self.tell(|| "   …which is lost".to_owned());
             return self.after(HANDSHAKE_LIMIT, limit);
@@ -69,15 +68,16 @@ impl World {
         // The answer comes before the limit, or the limit comes.
         self.after(HANDSHAKE_LIMIT, limit);
         let wait = self.dice.between(1, 6) * MS;
-        self.after(wait, Event::HandshakeAtP { from, peer, query });
+        self.after(wait, Event::HandshakeAtP { from, key, query });
     }
 
-    pub(super) fn handshake_at_p(&mut self, from: WorkerAt, peer: Arc<PeerLocator>, query: Vec<u8>) {
+    pub(super) fn handshake_at_p(&mut self, from: WorkerAt, key: SourceKey, query: Vec<u8>) {
+        let peer = &key.peer;
         let index = usize::from(peer.port) - 1;
         let engine = &self.engines[index];
         if engine.paused_until > self.now {
             let until = engine.paused_until;
-            return self.at(until, Event::HandshakeAtP { from, peer, query });
+            return self.at(until, Event::HandshakeAtP { from, key, query });
         }
         let Some(card) = &engine.card else { return };
         let answer = kv_handshake::answer(card, true, &query);
@@ -93,19 +93,19 @@ impl World {
         }
         let result = result.map(Box::new).map_err(|error| refusal(&error));
         let wait = self.dice.between(1, 6) * MS;
-        self.after(wait, Event::HandshakeAtD { to: from, peer, result });
+        self.after(wait, Event::HandshakeAtD { to: from, key, result });
     }
 
     pub(super) fn handshake_at_d(
         &mut self,
         to: WorkerAt,
-        peer: Arc<PeerLocator>,
+        key: SourceKey,
         result: Result<Box<EngineCard>, Failure>,
     ) {
         if let Some(until) = self.stands_still(to) {
-            return self.at(until, Event::HandshakeAtD { to, peer, result });
+            return self.at(until, Event::HandshakeAtD { to, key, result });
         }
-        self.give(to, Fact::HandshakeEnded { peer, result });
+        self.give(to, Fact::HandshakeEnded { key, result });
     }
 
     pub(super) fn connect(&mut self, from: WorkerAt, dialled: LinkId, address: &Address) {

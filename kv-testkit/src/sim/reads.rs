@@ -1,9 +1,9 @@
 //! The transport of a simulated world: reads that copy cell by cell while time passes.
 
-use kv_proto::{LoadFailure, LoadId};
+use kv_proto::LoadFailure;
 use kv_transport::ReadPart;
 use kv_worker::Failure;
-use kv_worker::machine::io::{Fact, LinkId};
+use kv_worker::machine::io::{Fact, LinkId, PullId};
 
 use super::canary::Canary;
 use super::faults::FaultKind;
@@ -19,7 +19,7 @@ const WRONG: u64 = 0xbad << 48;
 pub(super) struct Read {
     to: WorkerAt,
     from: WorkerAt,
-    load: LoadId,
+    pull: PullId,
     link: u64,
     /// Source and destination cells that are still to be copied, the next one last.
     todo: Vec<(usize, usize)>,
@@ -39,10 +39,10 @@ pub(super) struct Read {
 }
 
 impl World {
-    pub(super) fn begin_read(&mut self, at: WorkerAt, load: LoadId, link: LinkId, parts: &[ReadPart]) {
+    pub(super) fn begin_read(&mut self, at: WorkerAt, pull: PullId, link: LinkId, parts: &[ReadPart]) {
         let Some(id) = self.link_of(at, link) else {
             let lost = Failure::new(LoadFailure::PeerLost, "the connection is gone");
-            return self.give(at, Fact::ReadEnded { load, result: Err(lost) });
+            return self.give(at, Fact::ReadEnded { pull, result: Err(lost) });
         };
         let Some(from) = self.links.get(&id).map(|link| link.producer) else { return };
         let mut todo: Vec<(usize, usize)> = parts
@@ -58,7 +58,7 @@ impl World {
         let mut doom = None;
         if self.strikes(FaultKind::ReadSlow) {
             pace = self.dice.between(20, 900) * MS / (todo.len() as u64).max(1);
-            self.tell(|| format!("the read of {load} will be slow"));
+            self.tell(|| format!("the read of {} will be slow", pull.load));
         }
         let cells = todo.len() as u64;
         let (mut wrong, mut spoils) = (false, None);
@@ -90,19 +90,19 @@ impl World {
             }
         } else if self.strikes(FaultKind::ReadCorrupt) {
             spoils = todo.get(self.dice.below(cells) as usize).map(|(_, destination)| *destination);
-            self.tell(|| format!("the read of {load} will bring a wrong cell, and not say so"));
+            self.tell(|| format!("the read of {} will bring a wrong cell, and not say so", pull.load));
         }
         let read = self.fresh();
         self.tell(|| match &doom {
-            Some(doom) => format!("worker {at} reads {from} for {load}, but {doom}"),
-            None => format!("worker {at} reads {cells} cells of {from} for {load}"),
+            Some(doom) => format!("worker {at} reads {from} for {}, but {doom}", pull.load),
+            None => format!("worker {at} reads {cells} cells of {from} for {}", pull.load),
         });
         let ends_badly = doom.is_some();
         let quiet_late = self.strikes(FaultKind::QuietLate);
         let of = Read {
             to: at,
             from,
-            load,
+            pull,
             link: id,
             todo,
             pace,
@@ -115,10 +115,10 @@ impl World {
         };
         self.reads.insert(read, of);
         self.after(pace, Event::ReadPiece { read });
-        self.client_of_load_goes(at.engine, load, FaultKind::GoneLoading, "while it is read");
+        self.client_of_load_goes(at.engine, pull.load, FaultKind::GoneLoading, "while it is read");
         if quiet_late {
             let wait = self.dice.below(pace * cells);
-            match self.waits_for(at.engine, load).filter(|_| self.dice.chance(500)) {
+            match self.waits_for(at.engine, pull.load).filter(|_| self.dice.chance(500)) {
                 Some(id) => self.client_goes(at.engine, &id, wait, "while it is read"),
                 None => self.after(wait, Event::LinkGone { link: id }),
             }
@@ -194,10 +194,10 @@ impl World {
         if let Some(worker) = engine.workers.get_mut(read.to.rank) {
             worker.memory[cell] = value;
         }
-        if tag != Some(read.load) {
+        if tag != Some(read.pull.load) {
             let what = format!(
                 "the read of {} writes block {} of D {}, which belongs to {tag:?} now",
-                read.load,
+                read.pull.load,
                 cell % size,
                 read.to.engine
             );
@@ -211,7 +211,7 @@ impl World {
             return;
         }
         read.told = true;
-        let (to, load, whole) = (read.to, read.load, read.todo.is_empty());
+        let (to, pull, whole) = (read.to, read.pull, read.todo.is_empty());
         let partial_is_whole = self.canary == Some(Canary::PartialTakenAsWhole);
         let wrong_is_right = self.canary == Some(Canary::WrongBytesTaken);
         let result = match read.doom.clone() {
@@ -231,7 +231,7 @@ impl World {
                 Read {
                     to,
                     from: to,
-                    load,
+                    pull,
                     link: 0,
                     todo: Vec::new(),
                     pace: MS,
@@ -245,7 +245,7 @@ impl World {
             );
             return self.at(until, Event::ReadEnd { read: id });
         }
-        self.give(to, Fact::ReadEnded { load, result });
+        self.give(to, Fact::ReadEnded { pull, result });
     }
 
     pub(super) fn fail_reads_over(&mut self, link: u64) {
@@ -258,14 +258,14 @@ impl World {
         }
     }
 
-    pub(super) fn cancel_read(&mut self, at: WorkerAt, load: LoadId) {
-        for id in self.reads_where(|read| read.to == at && read.load == load && !read.cancelled) {
+    pub(super) fn cancel_read(&mut self, at: WorkerAt, pull: PullId) {
+        for id in self.reads_where(|read| read.to == at && read.pull == pull && !read.cancelled) {
             // A cancel is a request: the completion takes a while, and the transport may write until then.
             let mut wait = self.dice.between(1, 60) * MS;
             let goes_on = self.reads.get(&id).is_some_and(|read| read.quiet_late);
             if goes_on {
                 wait = self.dice.between(100, 1_500) * MS;
-                self.tell(|| format!("the cancelled read of {load} is quiet only after {} ms", wait / MS));
+                self.tell(|| format!("the cancelled read of {} is quiet only after {} ms", pull.load, wait / MS));
             }
             if let Some(read) = self.reads.get_mut(&id) {
                 read.cancelled = true;
@@ -290,9 +290,9 @@ impl World {
             let lost = Failure::new(LoadFailure::PeerLost, "connection lost");
             read.doom.get_or_insert(lost.clone());
             read.write_until(wait);
-            let (to, load) = (read.to, read.load);
+            let (to, pull) = (read.to, read.pull);
             if self.has(Canary::PeerLossTakenAsQuiet) {
-                self.give(to, Fact::ReadEnded { load, result: Err(lost) });
+                self.give(to, Fact::ReadEnded { pull, result: Err(lost) });
             }
         }
         Some(wait)

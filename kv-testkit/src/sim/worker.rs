@@ -264,13 +264,13 @@ impl World {
 
     fn carry_out(&mut self, at: WorkerAt, decision: Decision) {
         match decision {
-            Decision::ShakeHands { peer } => self.shake_hands(at, peer),
+            Decision::ShakeHands { key } => self.shake_hands(at, key),
             Decision::Connect { link, address } => self.connect(at, link, &address),
             Decision::Disconnect { .. } if self.has(Canary::DisconnectIgnored) => {}
             Decision::Disconnect { link } => self.disconnect(at, link),
             Decision::Send { link, message } => self.send(at, link, message),
-            Decision::Read { load, link, parts } => self.begin_read(at, load, link, &parts),
-            Decision::CancelRead { load } => self.cancel_read(at, load),
+            Decision::Read { pull, link, parts } => self.begin_read(at, pull, link, &parts),
+            Decision::CancelRead { pull } => self.cancel_read(at, pull),
             Decision::Digest { of, groups } => self.digest(at, of, groups),
             // Nothing of this world is read without a connection of its own; silence counts as a failed check.
             Decision::CheckSelf => {}

@@ -5,11 +5,11 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::fmt;
 use std::rc::Rc;
-use std::sync::Arc;
 
 use kv_proto::handshake::EngineCard;
-use kv_proto::{PeerLocator, RequestId};
+use kv_proto::RequestId;
 use kv_worker::Failure;
+use kv_worker::machine::io::SourceKey;
 use serde_json::Value;
 
 use super::canary::Canary;
@@ -56,8 +56,8 @@ pub(super) enum Event {
     Tick { engine: usize, life: u32 },
     PlanAtWorker { at: WorkerAt },
     ReportAtScheduler { engine: usize, life: u32, report: Vec<u8>, again: bool },
-    HandshakeAtP { from: WorkerAt, peer: Arc<PeerLocator>, query: Vec<u8> },
-    HandshakeAtD { to: WorkerAt, peer: Arc<PeerLocator>, result: Result<Box<EngineCard>, Failure> },
+    HandshakeAtP { from: WorkerAt, key: SourceKey, query: Vec<u8> },
+    HandshakeAtD { to: WorkerAt, key: SourceKey, result: Result<Box<EngineCard>, Failure> },
     LinkAtP { link: u64 },
     LinkAtD { link: u64 },
     LinkGone { link: u64 },
@@ -426,8 +426,8 @@ impl World {
             Event::ReportAtScheduler { engine, life, report, again } => {
                 self.report_at_scheduler(engine, life, &report, again)
             }
-            Event::HandshakeAtP { from, peer, query } => self.handshake_at_p(from, peer, query),
-            Event::HandshakeAtD { to, peer, result } => self.handshake_at_d(to, peer, result),
+            Event::HandshakeAtP { from, key, query } => self.handshake_at_p(from, key, query),
+            Event::HandshakeAtD { to, key, result } => self.handshake_at_d(to, key, result),
             Event::LinkAtP { link } => self.link_at_p(link),
             Event::LinkAtD { link } => self.link_at_d(link),
             Event::LinkGone { link } => self.link_gone(link),

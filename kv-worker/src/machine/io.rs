@@ -17,13 +17,47 @@ pub enum LinkId {
     Accepted(u64),
 }
 
+/// One worker of a producer that this rank has to do with.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SourceKey {
+    /// The producer.
+    pub peer: Arc<PeerLocator>,
+    /// The worker's place among those that this rank has to do with, counted from 0; see
+    /// [`ShapePlan::sources`](crate::shape::ShapePlan::sources). How many there are is known after the handshake, that
+    /// there is a first one before.
+    pub source: u32,
+}
+
+impl SourceKey {
+    /// The producer's first source, the only one that is known before the handshake.
+    pub const fn first(peer: Arc<PeerLocator>) -> Self {
+        Self { peer, source: 0 }
+    }
+}
+
+/// A load's part that one source brings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PullId {
+    /// The load.
+    pub load: LoadId,
+    /// The source, see [`SourceKey::source`].
+    pub source: u32,
+}
+
+impl PullId {
+    /// The part of the first source; the whole load where there is no other.
+    pub const fn first(load: LoadId) -> Self {
+        Self { load, source: 0 }
+    }
+}
+
 /// What digests are for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DigestOf {
     /// A portion of a load of ours.
-    Load {
-        /// The load.
-        load: LoadId,
+    Pull {
+        /// The load's part.
+        pull: PullId,
         /// Position of the portion's first block.
         from: u32,
     },
@@ -66,8 +100,8 @@ pub enum Fact {
     PlanTaken(Plan),
     /// A handshake ended.
     HandshakeEnded {
-        /// With whom.
-        peer: Arc<PeerLocator>,
+        /// With whom, and for which of its workers.
+        key: SourceKey,
         /// What the producer says of itself, checked; or why there is no answer.
         result: Result<Box<EngineCard>, Failure>,
     },
@@ -97,8 +131,8 @@ pub enum Fact {
     },
     /// A read ended: nothing writes its destination any more.
     ReadEnded {
-        /// The load that it was for.
-        load: LoadId,
+        /// What it was for.
+        pull: PullId,
         /// Whether every byte arrived.
         result: Result<(), Failure>,
     },
@@ -121,8 +155,8 @@ pub enum Fact {
 pub enum Decision {
     /// Shake hands with a producer.
     ShakeHands {
-        /// Whom.
-        peer: Arc<PeerLocator>,
+        /// Whom, and for which of its workers.
+        key: SourceKey,
     },
     /// Connect to a producer's worker.
     Connect {
@@ -145,8 +179,8 @@ pub enum Decision {
     },
     /// Read. [`Fact::ReadEnded`] follows, whatever happens.
     Read {
-        /// For which load.
-        load: LoadId,
+        /// For what.
+        pull: PullId,
         /// Over which connection.
         link: LinkId,
         /// What.
@@ -154,8 +188,8 @@ pub enum Decision {
     },
     /// Let a read end early. Its [`Fact::ReadEnded`] still follows.
     CancelRead {
-        /// For which load.
-        load: LoadId,
+        /// For what.
+        pull: PullId,
     },
     /// Compute digests of own blocks. [`Fact::Digested`] follows, whatever happens.
     Digest {

@@ -8,25 +8,29 @@
 //!                          └────────────── Failed ◄──────────── lost again and again ───────────────┘
 //! ```
 //!
-//! One handshake per peer, however many requests wait. A peer that failed answers everybody at once until it is
-//! tried again, so that it delays nobody. A peer is one *life* of an engine: another life is another peer.
+//! One handshake per producer, however many requests wait. What the producer says of all its workers is compiled into a
+//! plan ([`crate::shape`]); each worker that this rank has to do with is then a *source*, with a connection and a state of
+//! its own. A source that failed answers everybody at once until it is tried again, so that it delays nobody. A producer
+//! is one *life* of an engine: another life is another producer.
 
 use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_proto::handshake::{EngineCard, Query};
+use kv_proto::handshake::Query;
 use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, OfferName, WorkerMessage};
 use kv_proto::{
-    Attempt, BlockLayout, LeaseId, LoadFailure, Moment, PROTOCOL_VERSION, PeerLocator, Rank, ReleaseReason,
+    Attempt, LeaseId, LoadFailure, Moment, PROTOCOL_VERSION, PeerLocator, Rank, ReleaseReason,
     Timers,
 };
 use kv_transport::{Address, RegionKey};
 
 use crate::config::WorkerConfig;
-use crate::machine::io::{Decision, Failure, LinkId};
+use crate::machine::io::{Decision, Failure, LinkId, SourceKey};
+use crate::shape::SourcePlan;
 
+mod choose;
 mod claim;
 mod claims;
 
@@ -39,8 +43,8 @@ const RENEW_MIN: Duration = Duration::from_millis(10);
 /// What is needed of a producer's worker to read from it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Remote {
-    /// Where its blocks lie.
-    pub layout: BlockLayout,
+    /// What is read from it.
+    pub plan: SourcePlan,
     /// Keys of its memories, by index.
     pub keys: Vec<RegionKey>,
     /// How often it wants its leases renewed, if it says so.
@@ -60,11 +64,22 @@ impl Remote {
 
 #[derive(Debug, Clone, Hash)]
 enum State {
+    /// Nobody wants it.
+    Idle,
     Dialling { until: Moment },
     Connecting { link: LinkId, remote: Box<Remote>, until: Moment },
     Greeting { link: LinkId, remote: Box<Remote>, until: Moment },
     Ready { link: LinkId, remote: Box<Remote>, since: Moment, idle_at: Moment, renewal: Renewal },
     Failed { failure: Failure, retry_at: Moment },
+}
+
+/// A producer, from when it is first wanted until none of its sources is.
+#[derive(Debug, Clone, Hash)]
+struct Producer {
+    /// Whether the handshake has told how many sources there are.
+    planned: bool,
+    /// By their place in the plan; the first one before there is a plan.
+    sources: Vec<Peer>,
 }
 
 #[derive(Debug, Clone, Hash)]
@@ -85,8 +100,8 @@ struct Peer {
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum TimerKey {
-    State(Arc<PeerLocator>),
-    Renew(Arc<PeerLocator>),
+    State(SourceKey),
+    Renew(SourceKey),
 }
 
 /// What a pull finds when it looks for its peer.
@@ -103,18 +118,20 @@ pub enum Standing<'a> {
 /// A change that pulls must hear of.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
+    /// It is known how many sources the producer has for this rank.
+    Planned(Arc<PeerLocator>, u32),
     /// The peer is ready.
-    Ready(Arc<PeerLocator>),
+    Ready(SourceKey),
     /// The peer failed.
-    Failed(Arc<PeerLocator>, Failure),
+    Failed(SourceKey, Failure),
     /// The peer says that these leases are not held.
-    NotHeld(Arc<PeerLocator>, Vec<OfferName>),
+    NotHeld(SourceKey, Vec<OfferName>),
     /// The peer answers a `Check`: of how many blocks, and whether they are good.
-    Checked(Arc<PeerLocator>, LeaseId, Attempt, u32, bool),
+    Checked(SourceKey, LeaseId, Attempt, u32, bool),
     /// The peer answers a `Compare`: from which position on, how many were equal, and whether the lease held.
-    Compared(Arc<PeerLocator>, LeaseId, Attempt, (u32, u32, bool)),
+    Compared(SourceKey, LeaseId, Attempt, (u32, u32, bool)),
     /// The peer answers a `ReadDone`.
-    Answered(Arc<PeerLocator>, LeaseId, Attempt, bool),
+    Answered(SourceKey, LeaseId, Attempt, bool),
 }
 
 /// Counters. They only grow.
@@ -144,7 +161,7 @@ impl Hash for PeerStats {
 pub struct Peers {
     transport: &'static str,
     next_link: u64,
-    peers: BTreeMap<Arc<PeerLocator>, Peer>,
+    producers: BTreeMap<Arc<PeerLocator>, Producer>,
     timers: Timers<TimerKey>,
     stats: PeerStats,
 }
@@ -155,7 +172,7 @@ impl Peers {
         Self {
             transport,
             next_link: 0,
-            peers: BTreeMap::new(),
+            producers: BTreeMap::new(),
             timers: Timers::default(),
             stats: PeerStats::default(),
         }
@@ -168,12 +185,12 @@ impl Peers {
 
     /// Producers known, in whatever state.
     pub fn len(&self) -> usize {
-        self.peers.len()
+        self.producers.len()
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.peers.is_empty()
+        self.producers.is_empty()
     }
 
     /// When [`Peers::time_passed`] wants to be called.
@@ -181,59 +198,86 @@ impl Peers {
         self.timers.next()
     }
 
-    /// The one handle to a locator, so that its text is kept once. Begins the handshake if the peer is new, or
-    /// failed and may be tried again.
-    fn want(
+    fn get(&self, key: &SourceKey) -> Option<&Peer> {
+        self.producers.get(&key.peer)?.sources.get(key.source as usize)
+    }
+
+    fn get_mut(&mut self, key: &SourceKey) -> Option<&mut Peer> {
+        peer_mut(&mut self.producers, key)
+    }
+
+    /// The keys of a producer's sources, as many as are known, with the one handle to its locator, so that its text is
+    /// kept once. Begins the handshake of those that are new, or failed and may be tried again.
+    fn want_all(
         &mut self,
         now: Moment,
         config: &WorkerConfig,
         locator: &PeerLocator,
         out: &mut Vec<Decision>,
-    ) -> Arc<PeerLocator> {
-        if let Some((key, _)) = self.peers.get_key_value(locator) {
-            let key = key.clone();
-            if let Some(peer) = self.peers.get_mut(&key) {
-                peer.wanted_at = now;
-                if matches!(peer.state, State::Failed { retry_at, .. } if retry_at <= now) {
-                    self.dial(now, config, &key, out);
-                }
+    ) -> Vec<SourceKey> {
+        let peer = match self.producers.get_key_value(locator) {
+            Some((peer, _)) => peer.clone(),
+            None => {
+                let peer = Arc::new(locator.clone());
+                let producer = Producer { planned: false, sources: vec![Peer::new(now)] };
+                self.producers.insert(peer.clone(), producer);
+                peer
             }
-            return key;
-        }
-        let key = Arc::new(locator.clone());
-        let peer = Peer {
-            state: State::Dialling { until: now },
-            failures: 0,
-            claims: BTreeMap::new(),
-            renew_at: None,
-            releases: BTreeMap::new(),
-            users: 0,
-            wanted_at: now,
         };
-        self.peers.insert(key.clone(), peer);
-        self.dial(now, config, &key, out);
-        key
+        let count = self.producers.get(&peer).map_or(0, |producer| producer.sources.len());
+        let keys = (0..count as u32).map(|source| SourceKey { peer: peer.clone(), source });
+        let keys: Vec<SourceKey> = keys.collect();
+        keys.iter().for_each(|key| self.want(now, config, key, out));
+        keys
     }
 
-    fn dial(&mut self, now: Moment, config: &WorkerConfig, key: &Arc<PeerLocator>, out: &mut Vec<Decision>) {
-        if let Some(peer) = self.peers.get_mut(key) {
-            // The handshake ends within its own limit; this one is for a dialler that does not.
-            let until = now + config.limits.handshake + config.limits.connect;
-            self.timers.set(until, TimerKey::State(key.clone()));
+    fn want(&mut self, now: Moment, config: &WorkerConfig, key: &SourceKey, out: &mut Vec<Decision>) {
+        let Some(peer) = peer_mut(&mut self.producers, key) else { return };
+        peer.wanted_at = now;
+        match peer.state {
+            State::Failed { retry_at, .. } if retry_at <= now => self.dial(now, config, key, out),
+            State::Idle => self.dial(now, config, key, out),
+            _ => {}
+        }
+    }
+
+    /// How many sources a producer has for this rank; `None` as long as it has not said so.
+    pub fn planned(&self, peer: &Arc<PeerLocator>) -> Option<u32> {
+        self.producers.get(peer).filter(|p| p.planned).map(|p| p.sources.len() as u32)
+    }
+
+    fn dial(&mut self, now: Moment, config: &WorkerConfig, key: &SourceKey, out: &mut Vec<Decision>) {
+        // The handshake ends within its own limit; this one is for a dialler that does not.
+        let until = now + config.limits.handshake + config.limits.connect;
+        if let Some(peer) = self.get_mut(key) {
             peer.state = State::Dialling { until };
+            self.timers.set(until, TimerKey::State(key.clone()));
             self.stats.handshakes += 1;
-            out.push(Decision::ShakeHands { peer: key.clone() });
+            out.push(Decision::ShakeHands { key: key.clone() });
+        }
+    }
+
+    /// Nobody wants a source any more. A producer of which none is wanted is forgotten.
+    fn retire(&mut self, key: &SourceKey) {
+        let Some(producer) = self.producers.get_mut(&key.peer) else { return };
+        if let Some(peer) = producer.sources.get_mut(key.source as usize) {
+            peer.state = State::Idle;
+            peer.failures = 0;
+        }
+        if producer.sources.iter().all(|peer| matches!(peer.state, State::Idle) && !peer.is_wanted()) {
+            self.producers.remove(&key.peer);
         }
     }
 
     /// How the peer stands now.
-    pub fn standing(&self, key: &Arc<PeerLocator>) -> Standing<'_> {
-        match self.peers.get(key).map(|peer| &peer.state) {
+    pub fn standing(&self, key: &SourceKey) -> Standing<'_> {
+        match self.get(key).map(|peer| &peer.state) {
             Some(State::Ready { link, remote, .. }) => Standing::Ready(*link, remote),
             Some(State::Failed { failure, .. }) => Standing::Failed(failure),
-            Some(State::Dialling { .. } | State::Connecting { .. } | State::Greeting { .. }) | None => {
-                Standing::Pending
-            }
+            Some(
+                State::Idle | State::Dialling { .. } | State::Connecting { .. } | State::Greeting { .. },
+            )
+            | None => Standing::Pending,
         }
     }
 
@@ -248,77 +292,23 @@ impl Peers {
         }
     }
 
-    /// A handshake ended.
-    pub fn handshake_ended(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        key: &Arc<PeerLocator>,
-        result: Result<Box<EngineCard>, Failure>,
-        out: &mut Vec<Decision>,
-    ) -> Option<Change> {
-        if !matches!(self.peers.get(key)?.state, State::Dialling { .. }) {
-            return None;
-        }
-        let remote = match result.and_then(|card| self.choose(config, &card)) {
-            Ok(remote) => remote,
-            Err(failure) => {
-                self.stats.handshakes_failed += 1;
-                return self.fail(now, config, key, failure);
-            }
-        };
-        self.stop_timers(key);
-        let link = LinkId::Dialled(self.next_link);
-        self.next_link += 1;
-        out.push(Decision::Connect { link, address: remote.address.clone() });
-        let until = now + config.limits.connect;
-        self.timers.set(until, TimerKey::State(key.clone()));
-        self.peers.get_mut(key)?.state = State::Connecting { link, remote: Box::new(remote), until };
-        None
-    }
-
-    /// The worker of a producer that this rank reads from, and how.
-    fn choose(&self, config: &WorkerConfig, card: &EngineCard) -> Result<Remote, Failure> {
-        let malformed = |detail: String| Failure::new(LoadFailure::HandshakeMalformed, detail);
-        let rank = card
-            .topology
-            .source_of(config.rank, config.topology)
-            .map_err(|e| Failure::new(LoadFailure::Incompatible, e.to_string()))?;
-        let worker = card
-            .workers
-            .iter()
-            .find(|worker| worker.rank == rank)
-            .ok_or_else(|| malformed(format!("engine {} describes no {rank}", card.engine)))?;
-        let transport = worker.transports.iter().find(|t| t.name == self.transport).ok_or_else(|| {
-            let theirs: Vec<&str> = worker.transports.iter().map(|t| t.name.as_str()).collect();
-            Failure::new(
-                LoadFailure::Incompatible,
-                format!("transport: ours {}, engine {} offers {theirs:?}", self.transport, card.engine),
-            )
-        })?;
-        let address = Address::from_bytes(transport.address.clone()).map_err(|e| malformed(e.to_string()))?;
-        let keys = transport
-            .keys
-            .iter()
-            .map(|key| RegionKey::from_bytes(key.to_vec()).map_err(|e| malformed(e.to_string())))
-            .collect::<Result<_, _>>()?;
-        let renew_every = (card.renew_every_ms > 0).then(|| Duration::from_millis(card.renew_every_ms));
-        Ok(Remote { layout: worker.layout.clone(), keys, renew_every, address, rank })
-    }
-
-    fn by_link(&self, link: LinkId) -> Option<Arc<PeerLocator>> {
-        self.peers.iter().find_map(|(key, peer)| match &peer.state {
+    fn by_link(&self, link: LinkId) -> Option<SourceKey> {
+        let has = |peer: &Peer| match &peer.state {
             State::Connecting { link: l, .. }
             | State::Greeting { link: l, .. }
-            | State::Ready { link: l, .. } => (*l == link).then(|| key.clone()),
-            State::Dialling { .. } | State::Failed { .. } => None,
+            | State::Ready { link: l, .. } => *l == link,
+            State::Idle | State::Dialling { .. } | State::Failed { .. } => false,
+        };
+        self.producers.iter().find_map(|(peer, producer)| {
+            let source = producer.sources.iter().position(has)? as u32;
+            Some(SourceKey { peer: peer.clone(), source })
         })
     }
 
     /// A connection stands: say who we are.
     pub fn connected(&mut self, config: &WorkerConfig, link: LinkId, out: &mut Vec<Decision>) {
         let Some(key) = self.by_link(link) else { return out.push(Decision::Disconnect { link }) };
-        let Some(peer) = self.peers.get_mut(&key) else { return };
+        let Some(peer) = peer_mut(&mut self.producers, &key) else { return };
         let State::Connecting { remote, until, .. } = &peer.state else { return };
         let message = WorkerMessage::Hello {
             version: PROTOCOL_VERSION,
@@ -326,7 +316,7 @@ impl Peers {
             incarnation: config.incarnation,
             rank: config.rank,
             topology: config.topology,
-            to: key.incarnation,
+            to: key.peer.incarnation,
             to_rank: remote.rank,
         };
         out.push(Decision::Send { link, message });
@@ -343,14 +333,14 @@ impl Peers {
         out: &mut Vec<Decision>,
     ) -> Option<Change> {
         let key = self.by_link(link)?;
-        let peer = self.peers.get_mut(&key)?;
+        let peer = peer_mut(&mut self.producers, &key)?;
         let State::Ready { since, .. } = peer.state else {
             let failure = Failure::new(LoadFailure::ConnectFailed, detail);
             return self.fail(now, config, &key, failure);
         };
         self.stats.lost += 1;
         self.stop_timers(&key);
-        let peer = self.peers.get_mut(&key)?;
+        let peer = peer_mut(&mut self.producers, &key)?;
         if now.since(since) < config.limits.retry_min {
             // Ready and lost again and again would be a storm of handshakes.
             return self.fail(now, config, &key, Failure::new(LoadFailure::PeerLost, detail));
@@ -359,13 +349,13 @@ impl Peers {
         if peer.is_wanted() {
             self.dial(now, config, &key, out);
         } else {
-            self.peers.remove(&key);
+            self.retire(&key);
         }
         None
     }
 
-    fn stop_timers(&mut self, key: &Arc<PeerLocator>) {
-        let Some(peer) = self.peers.get_mut(key) else { return };
+    fn stop_timers(&mut self, key: &SourceKey) {
+        let Some(peer) = peer_mut(&mut self.producers, key) else { return };
         if let Some(at) = peer.renew_at.take() {
             self.timers.clear(at, TimerKey::Renew(key.clone()));
         }
@@ -376,6 +366,7 @@ impl Peers {
             State::Ready { idle_at, .. } => self.timers.clear(idle_at, TimerKey::State(key.clone())),
             State::Failed { retry_at, .. } => self.timers.clear(retry_at, TimerKey::State(key.clone())),
             State::Dialling { until } => self.timers.clear(until, TimerKey::State(key.clone())),
+            State::Idle => {}
         }
     }
 
@@ -383,11 +374,11 @@ impl Peers {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        key: &Arc<PeerLocator>,
+        key: &SourceKey,
         failure: Failure,
     ) -> Option<Change> {
         self.stop_timers(key);
-        let peer = self.peers.get_mut(key)?;
+        let peer = peer_mut(&mut self.producers, key)?;
         self.stats.releases_dropped += peer.releases.len() as u64;
         peer.releases.clear();
         let wait = config.limits.retry_min.saturating_mul(1 << peer.failures.min(20));
@@ -408,10 +399,10 @@ impl Peers {
         out: &mut Vec<Decision>,
     ) -> Option<Change> {
         let key = self.by_link(link)?;
-        let peer = self.peers.get(&key)?;
+        let peer = self.get(&key)?;
         match (&peer.state, message) {
             (State::Greeting { remote, .. }, Some(WorkerMessage::Welcome { incarnation, rank }))
-                if incarnation == key.incarnation && rank == remote.rank =>
+                if incarnation == key.peer.incarnation && rank == remote.rank =>
             {
                 self.greeted(now, config, &key, out);
                 Some(Change::Ready(key))
@@ -423,7 +414,7 @@ impl Peers {
                 };
                 let detail = format!(
                     "engine {} in life {} was wanted; life {incarnation} answers and refuses: {reason:?}",
-                    key.engine, key.incarnation
+                    key.peer.engine, key.peer.incarnation
                 );
                 out.push(Decision::Disconnect { link });
                 self.fail(now, config, &key, Failure::new(reason_code, detail))
@@ -444,7 +435,7 @@ impl Peers {
             (State::Ready { .. }, Some(WorkerMessage::NotHeld { leases }))
                 if leases.len() <= LEASES_PER_MESSAGE_MAX =>
             {
-                if let Some(peer) = self.peers.get_mut(&key) {
+                if let Some(peer) = self.get_mut(&key) {
                     for name in &leases {
                         peer.void(*name);
                     }
@@ -470,7 +461,7 @@ impl Peers {
             // Anything else breaks the protocol: this connection is not worth having.
             _ => {
                 out.push(Decision::Disconnect { link });
-                let detail = format!("engine {} broke the protocol of the workers", key.engine);
+                let detail = format!("engine {} broke the protocol of the workers", key.peer.engine);
                 self.fail(now, config, &key, Failure::new(LoadFailure::PeerLost, detail))
             }
         }
@@ -480,11 +471,11 @@ impl Peers {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        key: &Arc<PeerLocator>,
+        key: &SourceKey,
         out: &mut Vec<Decision>,
     ) {
         self.stop_timers(key);
-        let Some(peer) = self.peers.get_mut(key) else { return };
+        let Some(peer) = peer_mut(&mut self.producers, key) else { return };
         let State::Greeting { link, remote, .. } = &peer.state else { return };
         let link = *link;
         let idle_at = now + config.limits.peer_idle;
@@ -512,7 +503,7 @@ impl Peers {
         while let Some(timer) = self.timers.due(now) {
             match timer {
                 TimerKey::Renew(key) => {
-                    if self.peers.get(&key).is_some_and(|p| p.renew_at.is_some_and(|at| at <= now)) {
+                    if self.get(&key).is_some_and(|p| p.renew_at.is_some_and(|at| at <= now)) {
                         self.renew(now, config, &key, out);
                     }
                 }
@@ -526,27 +517,27 @@ impl Peers {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        key: &Arc<PeerLocator>,
+        key: &SourceKey,
         out: &mut Vec<Decision>,
     ) -> Option<Change> {
-        let peer = self.peers.get_mut(key)?;
+        let peer = peer_mut(&mut self.producers, key)?;
         match &mut peer.state {
             State::Dialling { until } if *until <= now => {
-                let detail = format!("the handshake with engine {} did not end", key.engine);
+                let detail = format!("the handshake with engine {} did not end", key.peer.engine);
                 self.fail(now, config, key, Failure::new(LoadFailure::HandshakeUnreachable, detail))
             }
             State::Connecting { link, until, .. } | State::Greeting { link, until, .. } if *until <= now => {
                 let link = *link;
                 out.push(Decision::Disconnect { link });
                 let detail =
-                    format!("engine {} was not connected within {:?}", key.engine, config.limits.connect);
+                    format!("engine {} was not connected within {:?}", key.peer.engine, config.limits.connect);
                 self.fail(now, config, key, Failure::new(LoadFailure::ConnectFailed, detail))
             }
             State::Failed { retry_at, .. } if *retry_at <= now => {
                 if peer.is_wanted() {
                     self.dial(now, config, key, out);
                 } else {
-                    self.peers.remove(key);
+                    self.retire(key);
                 }
                 None
             }
@@ -559,7 +550,7 @@ impl Peers {
                 } else {
                     out.push(Decision::Disconnect { link });
                     self.stop_timers(key);
-                    self.peers.remove(key);
+                    self.retire(key);
                 }
                 None
             }
@@ -568,7 +559,27 @@ impl Peers {
     }
 }
 
+/// One source, borrowing the producers alone.
+fn peer_mut<'a>(
+    producers: &'a mut BTreeMap<Arc<PeerLocator>, Producer>,
+    key: &SourceKey,
+) -> Option<&'a mut Peer> {
+    producers.get_mut(&key.peer)?.sources.get_mut(key.source as usize)
+}
+
 impl Peer {
+    fn new(now: Moment) -> Self {
+        Self {
+            state: State::Idle,
+            failures: 0,
+            claims: BTreeMap::new(),
+            renew_at: None,
+            releases: BTreeMap::new(),
+            users: 0,
+            wanted_at: now,
+        }
+    }
+
     fn is_wanted(&self) -> bool {
         self.users > 0 || !self.claims.is_empty() || !self.releases.is_empty()
     }

@@ -1,5 +1,8 @@
 //! The consumer's pulls: this rank's parts of loads, from the order to the one end that is reported.
 //!
+//! A load has a pull for each source, that is, for each of the producer's workers that this rank has to do with. Each goes
+//! its own way, with its own lease at its own worker; the load ends when the last of them has.
+//!
 //! ```text
 //!  Waiting ──peer ready──► Reading ──every byte here──► Confirming ──Confirmed──► Loaded
 //!     │                       │  └──with checksums──► Comparing ──equal──┘│
@@ -17,7 +20,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{Hash, Hasher};
-use std::sync::Arc;
 
 use kv_proto::message::OfferName;
 use kv_proto::{
@@ -27,16 +29,18 @@ use kv_proto::{
 use kv_transport::RegionId;
 
 use crate::config::WorkerConfig;
-use crate::machine::io::{Decision, DigestOf, Failure};
+use crate::machine::io::{Decision, DigestOf, Failure, PullId, SourceKey};
 use crate::machine::peers::{Change, End, Peers, Standing};
 use crate::portions::Portions;
-use crate::ranges::{Side, check_groups, read_parts};
+use crate::shape::{Side, check_blocks};
 
 mod again;
 mod ask;
 mod compare;
+mod parts;
 
 use compare::Comparison;
+use parts::Parts;
 
 #[derive(Debug, Clone, Hash)]
 enum State {
@@ -62,7 +66,8 @@ struct Moved {
 #[derive(Debug, Clone, Hash)]
 struct Pull {
     name: OfferName,
-    peer: Arc<PeerLocator>,
+    /// Whom it reads from.
+    key: SourceKey,
     ordered_at: Moment,
     /// Blocks of each group that are in place, first ones first.
     read: u32,
@@ -92,8 +97,9 @@ pub struct Pulls {
     peers: Peers,
     /// The lowest load never seen: loads are ordered in the order of their ids, and each once.
     next: u64,
-    pulls: BTreeMap<LoadId, Pull>,
-    timers: Timers<LoadId>,
+    pulls: BTreeMap<PullId, Pull>,
+    loads: BTreeMap<LoadId, Parts>,
+    timers: Timers<PullId>,
     ended: Vec<(LoadId, PullEnd)>,
     stats: PullStats,
 }
@@ -117,6 +123,7 @@ impl Pulls {
             peers,
             next: 0,
             pulls: BTreeMap::new(),
+            loads: BTreeMap::new(),
             timers: Timers::default(),
             ended: Vec::new(),
             stats: PullStats::default(),
@@ -153,8 +160,8 @@ impl Pulls {
         std::mem::take(&mut self.ended)
     }
 
-    fn set(&mut self, load: LoadId, at: Moment) {
-        self.timers.set(at, load);
+    fn set(&mut self, id: PullId, at: Moment) {
+        self.timers.set(at, id);
     }
 
     /// Takes the consumer's part of a plan.
@@ -200,20 +207,46 @@ impl Pulls {
             return;
         }
         self.next = load.0.saturating_add(1);
-        let (key, void) = self.peers.pull_began(now, config, peer, name, out);
+        let keys = self.peers.load_began(now, config, peer, out);
         let until = now + config.limits.peer_wait;
-        let state = State::Waiting { groups, until, not_before: now, outage_counted: false };
-        self.set(load, until);
-        let comparison = config.checksums.then(Comparison::default);
-        let (read, verified, retries) = (0, 0, 0);
-        let stats = LoadStats::default();
-        let pull =
-            Pull { name, peer: key, ordered_at: now, read, verified, retries, stats, comparison, state };
-        self.pulls.insert(load, pull);
-        if void {
-            return self.fail(now, config, load, not_held(), out);
+        self.open_load(load, &keys);
+        for key in keys {
+            let state = State::Waiting { groups: groups.clone(), until, not_before: now, outage_counted: false };
+            let pull = Pull {
+                name,
+                key,
+                ordered_at: now,
+                read: 0,
+                verified: 0,
+                retries: 0,
+                stats: LoadStats::default(),
+                comparison: config.checksums.then(Comparison::default),
+                state,
+            };
+            self.begin_pull(now, config, local, load, pull, out);
         }
-        self.begin(now, config, local, load, out);
+    }
+
+    /// A load's pull from one source begins.
+    fn begin_pull(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        local: &LocalMemory,
+        load: LoadId,
+        pull: Pull,
+        out: &mut Vec<Decision>,
+    ) {
+        let State::Waiting { until, .. } = pull.state else { return };
+        let id = PullId { load, source: pull.key.source };
+        let void = self.peers.pull_began(now, config, &pull.key, pull.name);
+        self.pulls.insert(id, pull);
+        self.set(id, until);
+        let failure = self.failed(load).or_else(|| void.then(not_held));
+        match failure {
+            Some(failure) => self.spoil(now, config, id, failure, out),
+            None => self.begin(now, config, local, id, out),
+        }
     }
 
     /// Starts to read if the peer is ready, fails if it failed.
@@ -222,33 +255,35 @@ impl Pulls {
         now: Moment,
         config: &WorkerConfig,
         local: &LocalMemory,
-        load: LoadId,
+        id: PullId,
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
         let State::Waiting { groups, until: waited_until, not_before, .. } = &mut pull.state else { return };
         let (waited_until, not_before) = (*waited_until, *not_before);
         if not_before > now {
             return;
         }
-        let checked = match self.peers.standing(&pull.peer) {
+        let portion_bytes = config.limits.portion_bytes;
+        let checked = match self.peers.standing(&pull.key) {
             Standing::Pending => return,
             Standing::Failed(failure) => Err(failure.clone()),
-            Standing::Ready(_, remote) => check_groups(&local.layout, &remote.layout, groups)
+            Standing::Ready(_, remote) => check_blocks(&remote.plan, groups)
+                .map(|()| Portions::of(std::mem::take(groups), &remote.plan, &local.layout, portion_bytes))
                 .map_err(|error| Failure::new(LoadFailure::BadBlocks, error.to_string())),
         };
-        if let Err(failure) = checked {
-            return self.fail_or_wait(now, config, load, failure, out);
-        }
-        let mut left = Portions::of(std::mem::take(groups), &local.layout, config.limits.portion_bytes);
+        let mut left = match checked {
+            Ok(left) => left,
+            Err(failure) => return self.fail_or_wait(now, config, id, failure, out),
+        };
         left.resume_at(pull.read);
         // The transport ends each read within its own limit; this one is for one that does not, and for all portions.
         let until = now + config.limits.read + config.limits.stall;
         pull.state = State::Reading { left, portion: Moved::default(), until, doomed: None };
-        self.timers.clear(waited_until, load);
-        self.timers.clear(not_before, load);
-        self.set(load, until);
-        self.read_portion(now, config, local, load, out);
+        self.timers.clear(waited_until, id);
+        self.timers.clear(not_before, id);
+        self.set(id, until);
+        self.read_portion(now, config, local, id, out);
     }
 
     /// Orders the next portion of a load.
@@ -257,33 +292,32 @@ impl Pulls {
         now: Moment,
         config: &WorkerConfig,
         local: &LocalMemory,
-        load: LoadId,
+        id: PullId,
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
         let State::Reading { left, portion, .. } = &mut pull.state else { return };
         let groups = left.take();
-        let (link, parts) = match self.peers.standing(&pull.peer) {
+        let (link, parts) = match self.peers.standing(&pull.key) {
             Standing::Ready(link, remote) => {
-                let ours = Side { layout: &local.layout, memories: &local.regions };
-                let theirs = Side { layout: &remote.layout, memories: &remote.keys };
-                (link, read_parts(ours, theirs, &groups))
+                let side = Side { regions: &local.regions, keys: &remote.keys };
+                (link, remote.plan.read_parts(side, &groups))
             }
             Standing::Pending => {
                 let failure =
                     Failure::new(LoadFailure::PeerLost, "the connection was lost between two portions");
-                return self.fail_or_read_again(now, config, load, failure, out);
+                return self.fail_or_read_again(now, config, id, failure, out);
             }
             Standing::Failed(failure) => {
                 let failure = failure.clone();
-                return self.fail_or_read_again(now, config, load, failure, out);
+                return self.fail_or_read_again(now, config, id, failure, out);
             }
         };
         let parts = match parts {
             Ok(parts) => parts,
             Err(error) => {
                 let failure = Failure::new(LoadFailure::BadBlocks, error.to_string());
-                return self.fail(now, config, load, failure, out);
+                return self.fail(now, config, id, failure, out);
             }
         };
         if let Some(comparison) = &mut pull.comparison {
@@ -293,14 +327,14 @@ impl Pulls {
         let bytes: u64 = ranges.clone().map(|r| r.len).sum();
         *portion = Moved { bytes, ranges: ranges.count() as u64 };
         if bytes == 0 {
-            return self.read_ended(now, config, local, load, Ok(()), out);
+            return self.read_ended(now, config, local, id, Ok(()), out);
         }
         // A long read must not outlive a lease whose first life is short.
         if bytes >= config.limits.prolong_bytes {
-            let peer = pull.peer.clone();
-            self.peers.renew(now, config, &peer, out);
+            let key = pull.key.clone();
+            self.peers.renew(now, config, &key, out);
         }
-        out.push(Decision::Read { load, link, parts });
+        out.push(Decision::Read { pull: id, link, parts });
     }
 
     /// Ends a pull badly, and tells the producer if it can be told. Only to be called when the destination is
@@ -309,7 +343,7 @@ impl Pulls {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        load: LoadId,
+        id: PullId,
         failure: Failure,
         out: &mut Vec<Decision>,
     ) {
@@ -321,41 +355,41 @@ impl Pulls {
             LoadFailure::Lapsed => End::Lapsed,
             other => End::GivenUp { reason, link_is_lost: other == LoadFailure::PeerLost },
         };
-        let verified = self.pulls.get(&load).map_or(0, |pull| pull.verified);
-        self.end(now, config, load, end, out);
+        let verified = self.pulls.get(&id).map_or(0, |pull| pull.verified);
+        self.end(now, config, id, end, out);
         let Failure { reason, detail } = failure;
-        self.ended.push((load, PullEnd::Failed { reason, detail, verified }));
+        self.part_ended(now, config, id, PullEnd::Failed { reason, detail, verified }, out);
     }
 
-    fn end(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, end: End, out: &mut Vec<Decision>) {
-        let Some(Pull { name, peer, state, .. }) = self.pulls.remove(&load) else { return };
+    fn end(&mut self, now: Moment, config: &WorkerConfig, id: PullId, end: End, out: &mut Vec<Decision>) {
+        let Some(Pull { name, key, state, .. }) = self.pulls.remove(&id) else { return };
         let asked = match state {
             State::Waiting { until, not_before, .. } => {
-                self.timers.clear(until, load);
-                self.timers.clear(not_before, load);
+                self.timers.clear(until, id);
+                self.timers.clear(not_before, id);
                 false
             }
             State::Reading { until, .. } => {
-                self.timers.clear(until, load);
+                self.timers.clear(until, id);
                 false
             }
             State::Comparing { until, repeat_at, .. } => {
-                self.timers.clear(until, load);
-                self.timers.clear(repeat_at, load);
+                self.timers.clear(until, id);
+                self.timers.clear(repeat_at, id);
                 false
             }
             State::Confirming { until, repeat_at, .. } => {
-                self.timers.clear(until, load);
-                self.timers.clear(repeat_at, load);
+                self.timers.clear(until, id);
+                self.timers.clear(repeat_at, id);
                 true
             }
         };
-        self.peers.pull_ended(now, config, &peer, name, Attempt(load.0), asked, end, out);
+        self.peers.pull_ended(now, config, &key, name, Attempt(id.load.0), asked, end, out);
     }
 
     fn cancel(&mut self, now: Moment, config: &WorkerConfig, load: LoadId, out: &mut Vec<Decision>) {
         let cancelled = Failure::new(LoadFailure::Cancelled, "cancelled by the engine");
-        self.spoil(now, config, load, cancelled, out);
+        self.spoil_load(now, config, load, &cancelled, out);
     }
 
     /// Ends a pull badly: now if the destination is quiet, else when it is.
@@ -363,18 +397,18 @@ impl Pulls {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        load: LoadId,
+        id: PullId,
         failure: Failure,
         out: &mut Vec<Decision>,
     ) {
-        match self.pulls.get_mut(&load).map(|pull| &mut pull.state) {
+        match self.pulls.get_mut(&id).map(|pull| &mut pull.state) {
             None => {}
             Some(State::Waiting { .. } | State::Comparing { .. } | State::Confirming { .. }) => {
-                self.fail(now, config, load, failure, out)
+                self.fail(now, config, id, failure, out)
             }
             Some(State::Reading { doomed, .. }) => {
                 doomed.get_or_insert(failure);
-                out.push(Decision::CancelRead { load });
+                out.push(Decision::CancelRead { pull: id });
             }
         }
     }
@@ -385,40 +419,40 @@ impl Pulls {
         now: Moment,
         config: &WorkerConfig,
         local: &LocalMemory,
-        load: LoadId,
+        id: PullId,
         result: Result<(), Failure>,
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
         let State::Reading { left, portion, until, doomed } = &mut pull.state else { return };
         if let Some(failure) = doomed.take() {
-            return self.fail(now, config, load, failure, out);
+            return self.fail(now, config, id, failure, out);
         }
         if let Err(failure) = result {
-            return self.fail_or_read_again(now, config, load, failure, out);
+            return self.fail_or_read_again(now, config, id, failure, out);
         }
         pull.stats.bytes += portion.bytes;
         pull.stats.ranges += portion.ranges;
         let from = std::mem::replace(&mut pull.read, left.taken());
         if let Some(groups) = pull.comparison.as_mut().and_then(|comparison| comparison.arrived(from)) {
-            out.push(Decision::Digest { of: DigestOf::Load { load, from }, groups });
+            out.push(Decision::Digest { of: DigestOf::Pull { pull: id, from }, groups });
         }
         if !left.is_over() {
             if pull.comparison.is_none() {
-                self.check(load, out);
+                self.check(id, out);
             }
-            return self.read_portion(now, config, local, load, out);
+            return self.read_portion(now, config, local, id, out);
         }
         pull.stats.read_us = micros(now.since(pull.ordered_at));
-        self.timers.clear(*until, load);
+        self.timers.clear(*until, id);
         if pull.comparison.as_ref().is_none_or(Comparison::is_over) {
-            return self.confirm(now, config, load, now, out);
+            return self.confirm(now, config, id, now, out);
         }
         let until = now + config.limits.confirm;
         let repeat_at = now + config.limits.confirm_repeat;
         pull.state = State::Comparing { read_at: now, until, repeat_at };
-        self.set(load, until);
-        self.set(load, repeat_at);
+        self.set(id, until);
+        self.set(id, repeat_at);
     }
 
     /// Everything is here and, with checksums, equal: did the lease hold?
@@ -426,18 +460,18 @@ impl Pulls {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        load: LoadId,
+        id: PullId,
         read_at: Moment,
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let more = self.peers.pull_asks(&pull.peer, pull.name);
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
+        let more = self.peers.pull_asks(&pull.key, pull.name);
         let until = now + config.limits.confirm;
         let repeat_at = now + config.limits.confirm_repeat;
         pull.state = State::Confirming { read_at, until, repeat_at, more };
-        self.set(load, until);
-        self.set(load, repeat_at);
-        self.ask(load, out);
+        self.set(id, until);
+        self.set(id, repeat_at);
+        self.ask(id, out);
     }
 
     /// Takes what became of peers.
@@ -450,54 +484,55 @@ impl Pulls {
         out: &mut Vec<Decision>,
     ) {
         match change {
-            Change::Ready(peer) => {
-                for load in self.of_peer(&peer) {
-                    match self.pulls.get(&load).map(|pull| &pull.state) {
+            Change::Planned(peer, count) => self.planned(now, config, local, &peer, count, out),
+            Change::Ready(key) => {
+                for id in self.of_source(&key) {
+                    match self.pulls.get(&id).map(|pull| &pull.state) {
                         Some(State::Waiting { .. }) => {
                             // Of an earlier try, whose connection took question or answer with it.
-                            self.ask_to_compare(load, 0..u32::MAX, out);
-                            self.begin(now, config, local, load, out);
+                            self.ask_to_compare(id, 0..u32::MAX, out);
+                            self.begin(now, config, local, id, out);
                         }
-                        Some(State::Comparing { .. }) => self.ask_to_compare(load, 0..u32::MAX, out),
-                        Some(State::Confirming { .. }) => self.ask(load, out),
+                        Some(State::Comparing { .. }) => self.ask_to_compare(id, 0..u32::MAX, out),
+                        Some(State::Confirming { .. }) => self.ask(id, out),
                         Some(State::Reading { .. }) | None => {}
                     }
                 }
             }
-            Change::Failed(peer, failure) => {
-                for load in self.of_peer(&peer) {
-                    if let Some(State::Waiting { .. }) = self.pulls.get(&load).map(|pull| &pull.state) {
-                        self.fail_or_wait(now, config, load, failure.clone(), out);
+            Change::Failed(key, failure) => {
+                for id in self.of_source(&key) {
+                    if self.is_waiting(id) {
+                        self.fail_or_wait(now, config, id, failure.clone(), out);
                     }
                 }
             }
-            Change::NotHeld(peer, leases) => {
+            Change::NotHeld(key, leases) => {
                 let leases: BTreeSet<OfferName> = leases.into_iter().collect();
-                for load in self.of_peer(&peer) {
-                    match self.pulls.get(&load) {
+                for id in self.of_source(&key) {
+                    match self.pulls.get(&id) {
                         // The lease is over because we ended it; the answer is on its way.
                         Some(Pull { state: State::Confirming { .. }, .. }) => {}
                         Some(Pull { name, .. }) if leases.contains(name) => {
-                            self.spoil(now, config, load, not_held(), out);
+                            self.spoil(now, config, id, not_held(), out);
                         }
                         _ => {}
                     }
                 }
             }
-            Change::Checked(peer, lease, attempt, blocks, held) => {
-                self.checked(now, config, &peer, lease, LoadId(attempt.0), (blocks, held), out);
+            Change::Checked(key, lease, attempt, blocks, held) => {
+                self.checked(now, config, &key, lease, attempt, (blocks, held), out);
             }
-            Change::Compared(peer, lease, attempt, answer) => {
-                self.compared(now, config, &peer, lease, LoadId(attempt.0), answer, out);
+            Change::Compared(key, lease, attempt, answer) => {
+                self.compared(now, config, &key, lease, attempt, answer, out);
             }
-            Change::Answered(peer, lease, attempt, confirmed) => {
-                self.answered(now, config, &peer, lease, attempt, confirmed, out);
+            Change::Answered(key, lease, attempt, confirmed) => {
+                self.answered(now, config, &key, lease, attempt, confirmed, out);
             }
         }
     }
 
-    fn of_peer(&self, peer: &Arc<PeerLocator>) -> Vec<LoadId> {
-        self.pulls.iter().filter(|(_, pull)| pull.peer == *peer).map(|(load, _)| *load).collect()
+    fn of_source(&self, key: &SourceKey) -> Vec<PullId> {
+        self.pulls.iter().filter(|(_, pull)| pull.key == *key).map(|(id, _)| *id).collect()
     }
 
     /// The peers, for facts that concern connections alone.
@@ -508,9 +543,9 @@ impl Pulls {
     /// The worker ends: pulls that the transport does not own end now; reads end when the transport says so.
     pub fn close(&mut self, now: Moment, config: &WorkerConfig, out: &mut Vec<Decision>) {
         let closed = || Failure::new(LoadFailure::Closed, "the worker is shutting down");
-        let all: Vec<LoadId> = self.pulls.keys().copied().collect();
-        for load in all {
-            self.spoil(now, config, load, closed(), out);
+        let all: Vec<PullId> = self.pulls.keys().copied().collect();
+        for id in all {
+            self.spoil(now, config, id, closed(), out);
         }
     }
 
@@ -525,8 +560,8 @@ impl Pulls {
         for change in self.peers.time_passed(now, config, out) {
             self.changed(now, config, local, change, out);
         }
-        while let Some(load) = self.timers.due(now) {
-            self.late(now, config, local, load, out);
+        while let Some(id) = self.timers.due(now) {
+            self.late(now, config, local, id, out);
         }
     }
 
@@ -535,46 +570,46 @@ impl Pulls {
         now: Moment,
         config: &WorkerConfig,
         local: &LocalMemory,
-        load: LoadId,
+        id: PullId,
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
-        let engine = &pull.peer.engine;
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
+        let engine = &pull.key.peer.engine;
         match &mut pull.state {
             State::Waiting { until, .. } if *until <= now => {
                 let detail = format!("engine {engine} was not ready within {:?}", config.limits.peer_wait);
-                self.fail(now, config, load, Failure::new(LoadFailure::ConnectFailed, detail), out);
+                self.fail(now, config, id, Failure::new(LoadFailure::ConnectFailed, detail), out);
             }
             State::Reading { until, doomed, .. } if *until <= now => {
                 let detail = format!("not read within {:?}", config.limits.read);
                 doomed.get_or_insert(Failure::new(LoadFailure::ReadTimedOut, detail));
                 *until = now + config.limits.read;
-                self.timers.set(*until, load);
-                out.push(Decision::CancelRead { load });
+                self.timers.set(*until, id);
+                out.push(Decision::CancelRead { pull: id });
             }
             State::Comparing { until, .. } if *until <= now => {
                 let detail =
                     format!("not compared with what engine {engine} has within {:?}", config.limits.confirm);
-                self.fail(now, config, load, Failure::new(LoadFailure::ConfirmTimedOut, detail), out);
+                self.fail(now, config, id, Failure::new(LoadFailure::ConfirmTimedOut, detail), out);
             }
             State::Comparing { repeat_at, .. } if *repeat_at <= now => {
                 *repeat_at = now + config.limits.confirm_repeat;
-                self.timers.set(*repeat_at, load);
-                self.ask_to_compare(load, 0..u32::MAX, out);
+                self.timers.set(*repeat_at, id);
+                self.ask_to_compare(id, 0..u32::MAX, out);
             }
             State::Confirming { until, .. } if *until <= now => {
                 let detail = format!("engine {engine} did not confirm within {:?}", config.limits.confirm);
-                self.fail(now, config, load, Failure::new(LoadFailure::ConfirmTimedOut, detail), out);
+                self.fail(now, config, id, Failure::new(LoadFailure::ConfirmTimedOut, detail), out);
             }
             State::Confirming { repeat_at, .. } if *repeat_at <= now => {
                 *repeat_at = now + config.limits.confirm_repeat;
-                self.timers.set(*repeat_at, load);
-                self.ask(load, out);
+                self.timers.set(*repeat_at, id);
+                self.ask(id, out);
             }
             // Its peer may be ready again. If it is still failed that was counted when it failed; it is tried by itself.
             State::Waiting { not_before, .. } if *not_before <= now => {
-                if !matches!(self.peers.standing(&pull.peer), Standing::Failed(_)) {
-                    self.begin(now, config, local, load, out);
+                if !matches!(self.peers.standing(&pull.key), Standing::Failed(_)) {
+                    self.begin(now, config, local, id, out);
                 }
             }
             State::Waiting { .. }

@@ -59,8 +59,9 @@ impl WorkerMachine {
                 readers.plan_taken(now, &plan, out);
                 pulls.plan_taken(now, config, local, plan, out);
             }
-            Fact::HandshakeEnded { peer, result } => {
-                let change = pulls.peers_mut().handshake_ended(now, config, &peer, result, out);
+            Fact::HandshakeEnded { key, result } => {
+                let peers = pulls.peers_mut();
+                let change = peers.handshake_ended(now, config, &local.layout, &key, result, out);
                 self.changed(now, change, out);
             }
             Fact::LinkConnected { link } => pulls.peers_mut().connected(config, link, out),
@@ -77,9 +78,9 @@ impl WorkerMachine {
                 let change = pulls.peers_mut().message(now, config, link, message.ok(), out);
                 self.changed(now, change, out);
             }
-            Fact::ReadEnded { load, result } => pulls.read_ended(now, config, local, load, result, out),
-            Fact::Digested { of: DigestOf::Load { load, from }, digests } => {
-                pulls.digested(now, config, load, from, digests, out);
+            Fact::ReadEnded { pull, result } => pulls.read_ended(now, config, local, pull, result, out),
+            Fact::Digested { of: DigestOf::Pull { pull, from }, digests } => {
+                pulls.digested(now, config, pull, from, digests, out);
             }
             Fact::Digested { of: DigestOf::Question(number), digests } => {
                 readers.digested(number, digests, out);

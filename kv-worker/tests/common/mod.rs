@@ -83,9 +83,10 @@ pub(crate) fn layout() -> BlockLayout {
         block_bytes: 64,
         dtype: Dtype::F32,
         heads: 1,
+        heads_total: 0,
         head_size: 4,
     };
-    BlockLayout { block_tokens: 4, blocks: BLOCKS, order: BlockOrder::HeadsTokens, regions: vec![region] }
+    BlockLayout { block_tokens: 4, blocks: BLOCKS, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions: vec![region] }
 }
 
 pub(crate) fn life(n: u64) -> Incarnation {
@@ -110,7 +111,7 @@ pub(crate) fn machine_with(
         engine: engine(name),
         incarnation: life(incarnation),
         rank: Rank(0),
-        topology: Topology { ranks: 1 },
+        topology: Topology::of(1),
         checksums,
         limits,
     };
@@ -124,7 +125,7 @@ pub(crate) fn peer(n: u64) -> Arc<PeerLocator> {
 }
 
 pub(crate) fn card(n: u64) -> Box<EngineCard> {
-    let topology = Topology { ranks: 1 };
+    let topology = Topology::of(1);
     let worker = WorkerCard {
         rank: Rank(0),
         memory_sizes: vec![u64::from(BLOCKS) * 64],
@@ -203,7 +204,7 @@ pub(crate) fn hello(n: u64, to: u64) -> WorkerMessage {
         engine: engine("d"),
         incarnation: life(n),
         rank: Rank(0),
-        topology: Topology { ranks: 1 },
+        topology: Topology::of(1),
         to: life(to),
         to_rank: Rank(0),
     }

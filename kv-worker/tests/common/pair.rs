@@ -29,7 +29,7 @@ fn sched(name: &str, n: u64) -> Scheduler {
     Scheduler::new(SchedConfig {
         engine: engine(name),
         incarnation: life(n),
-        topology: Topology { ranks: 1 },
+        topology: Topology::of(1),
         host: "p".to_owned(),
         port: n as u16,
         block_tokens: 4,

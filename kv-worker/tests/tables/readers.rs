@@ -48,7 +48,7 @@ fn greeted(b: &mut Bench) -> Vec<String> {
 /// A greeting in a version, of a rank in so many, to a rank of a life. The one that fits is of 0 in 1 to 0 of 100.
 fn unfit(b: &mut Bench, version: u32, (rank, ranks): (u32, u32), (to_rank, to): (u32, u64)) -> Vec<String> {
     let engine = engine("d");
-    let (incarnation, rank, topology) = (life(1), Rank(rank), Topology { ranks });
+    let (incarnation, rank, topology) = (life(1), Rank(rank), Topology::of(ranks));
     let (to, to_rank) = (life(to), Rank(to_rank));
     says(b, WorkerMessage::Hello { version, engine, incarnation, rank, topology, to, to_rank })
 }

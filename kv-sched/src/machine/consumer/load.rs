@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use kv_proto::{
-    BlockList, ConsumerOrder, GroupBlocks, LoadFailure, LoadId, LoadStats, Moment, PullEnd, Rank,
+    BlockList, ConsumerOrder, GroupBlocks, GroupKind, LoadFailure, LoadId, LoadStats, Moment, PullEnd, Rank,
     ReleaseReason, RequestId,
 };
 
@@ -164,7 +164,10 @@ impl Consumer {
         }
         if let Some((reason, detail)) = failed {
             *self.stats.failed.entry(reason).or_default() += 1;
-            let kept = verified.min(record.blocks.iter().map(BlockList::len).min().unwrap_or(0));
+            // Of a window or a state the first blocks alone are of no use.
+            let in_parts = config.groups.iter().all(|kind| *kind == GroupKind::Full);
+            let whole = record.blocks.iter().map(BlockList::len).min().unwrap_or(0);
+            let kept = if in_parts { verified.min(whole) } else { 0 };
             // The last block may be filled in part.
             let valid_tokens = record
                 .local_tokens

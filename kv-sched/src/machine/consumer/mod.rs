@@ -129,17 +129,18 @@ impl Consumer {
         self.timers.next()
     }
 
-    /// A request arrived whose prompt was computed elsewhere. The caller checked the offer against the prompt and
-    /// made sure that the id is not in use.
+    /// A request arrived whose prompt was computed elsewhere. The caller checked the offers against the prompt (`usable`:
+    /// how many tokens of each are the prompt's own) and made sure that the id is not in use.
     pub fn arrived(
         &mut self,
         now: Moment,
         config: &SchedConfig,
         request: RequestId,
         remote: RemotePrefill,
+        usable: &[u32],
         orders: &mut Vec<ConsumerOrder>,
     ) {
-        let sources = source::of(remote);
+        let sources = source::of(remote, usable);
         if sources.is_empty() {
             // No producer pinned anything: nothing to read, nothing to give back.
             self.requests.insert(request, Request::Settled);
@@ -164,7 +165,7 @@ impl Consumer {
         reason: ReleaseReason,
         orders: &mut Vec<ConsumerOrder>,
     ) {
-        let sources = source::of(remote.clone());
+        let sources = source::of(remote.clone(), &[]);
         orders.extend(sources.iter().map(Source::track));
         self.give_back(sources, reason, orders);
     }

@@ -1,7 +1,7 @@
 //! One of a request's offers.
 
 use kv_proto::{
-    BlockList, ConsumerOrder, GroupBlocks, LeaseRef, LoadId, OfferDigest, PeerLocator, ReleaseReason,
+    BlockList, ConsumerOrder, GroupBlocks, GroupKind, LeaseRef, LoadId, OfferDigest, PeerLocator, ReleaseReason,
     RemotePrefill, RequestId,
 };
 
@@ -14,27 +14,31 @@ pub(super) struct Source {
     remote: Box<RemotePrefill>,
     lease: LeaseRef,
     offer: OfferDigest,
+    /// Tokens of it that are the request's own, from the start.
+    usable: u32,
 }
 
 /// The offers that came with a request, in their order. Those that pin nothing are left out. Of several under one lease
-/// the first counts: a lease can be read and given back once.
-pub(super) fn of(mut remote: RemotePrefill) -> Vec<Source> {
+/// the first counts: a lease can be read and given back once. `usable` says of each how many of its tokens are the
+/// request's own; of offers that are only given back it need not be told.
+pub(super) fn of(mut remote: RemotePrefill, usable: &[u32]) -> Vec<Source> {
     let others = std::mem::take(&mut remote.alternatives);
     let mut sources: Vec<Source> = Vec::new();
-    for remote in std::iter::once(remote).chain(others) {
+    for (index, remote) in std::iter::once(remote).chain(others).enumerate() {
         if let Some(lease) = remote.lease_ref()
             && !sources.iter().any(|source| source.lease == lease)
         {
-            sources.push(Source { offer: remote.digest(), lease, remote: Box::new(remote) });
+            let usable = usable.get(index).copied().unwrap_or(0).min(remote.tokens);
+            sources.push(Source { offer: remote.digest(), lease, remote: Box::new(remote), usable });
         }
     }
     sources
 }
 
 impl Source {
-    /// Tokens whose KV it offers.
+    /// Tokens whose KV it offers to this request.
     pub(super) fn tokens(&self) -> u32 {
-        self.remote.tokens
+        self.usable
     }
 
     /// Who offers it.
@@ -78,38 +82,55 @@ impl Source {
                 block_tokens: config.block_tokens,
             });
         }
-        let count = self.remote.block_count();
         if blocks.len() != self.remote.blocks.len() {
             return Err(SchedError::Groups { ours: blocks.len(), theirs: self.remote.blocks.len() });
         }
-        for group in blocks {
-            if group.len() < count {
-                return Err(SchedError::TooFewBlocks {
-                    request: request.clone(),
-                    needed: count,
-                    got: group.len(),
-                });
-            }
-            if !group.fits(config.blocks) {
-                return Err(SchedError::BlockBeyondPool {
-                    request: request.clone(),
-                    highest: group.highest().map_or(u64::MAX, |b| u64::from(b.0)),
-                    blocks: config.blocks,
-                });
-            }
-        }
-        // Both lists are counted from the start of the sequence, so positions pair by themselves.
-        let part = |list: &BlockList| -> BlockList {
-            list.iter().skip(first as usize).take((count - first) as usize).collect()
-        };
         let pairs = self.remote.blocks.iter().zip(blocks).enumerate();
-        Ok(pairs
-            .map(|(group, (theirs, ours))| GroupBlocks {
-                group: group as u32,
-                first,
-                remote: part(theirs),
-                local: part(ours),
-            })
-            .collect())
+        pairs.map(|(group, (theirs, ours))| self.group(config, request, first, group, theirs, ours)).collect()
     }
+
+    /// One group's part. Both lists are counted from the start of the sequence, so that tokens pair by themselves.
+    fn group(
+        &self,
+        config: &SchedConfig,
+        request: &RequestId,
+        first: u32,
+        group: usize,
+        theirs: &BlockList,
+        ours: &BlockList,
+    ) -> Result<GroupBlocks, SchedError> {
+        let kind = config.groups.get(group).copied().unwrap_or_default();
+        let (tokens, remote_first) = (self.usable, self.remote.first(group));
+        let (our_size, their_size) = (config.block_tokens, self.remote.block_tokens);
+        let end = tokens.div_ceil(our_size);
+        let needed = if kind == GroupKind::State { 1 } else { end };
+        if ours.len() < needed {
+            return Err(SchedError::TooFewBlocks { request: request.clone(), needed, got: ours.len() });
+        }
+        let (first, local, remote_first, remote) = if kind == GroupKind::State {
+            // One block, wherever the sequence is.
+            (end.saturating_sub(1), ours.skip(ours.len() - 1), remote_first, theirs.clone())
+        } else {
+            let first = first.max(kind.first_token(tokens) / our_size);
+            let local = slice(ours, first, end);
+            // Blocks of theirs that end before ours begin are of no use, nor are those behind the last usable token.
+            let begins = u64::from(first) * u64::from(our_size) / u64::from(their_size);
+            let begins = u32::try_from(begins).unwrap_or(u32::MAX).max(remote_first);
+            let ends = tokens.div_ceil(their_size);
+            (first, local, begins, slice(theirs, begins - remote_first, ends.saturating_sub(remote_first)))
+        };
+        if !local.fits(config.blocks) {
+            return Err(SchedError::BlockBeyondPool {
+                request: request.clone(),
+                highest: local.highest().map_or(u64::MAX, |b| u64::from(b.0)),
+                blocks: config.blocks,
+            });
+        }
+        Ok(GroupBlocks { group: group as u32, first, remote_first, tokens, remote, local })
+    }
+}
+
+/// The items from `from` to before `to`.
+fn slice(list: &BlockList, from: u32, to: u32) -> BlockList {
+    list.iter().skip(from as usize).take(to.saturating_sub(from) as usize).collect()
 }

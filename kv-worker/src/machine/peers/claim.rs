@@ -54,6 +54,11 @@ pub(crate) enum Last {
 }
 
 impl Claim {
+    /// As many requests, which all wait: for another worker of the same producer.
+    pub(crate) fn anew(&self) -> Self {
+        Self { waiting: self.waiting + self.reading + self.asking, ..Self::default() }
+    }
+
     /// Whether any request lives by it.
     pub(crate) fn is_used(&self) -> bool {
         self.waiting + self.reading + self.asking > 0

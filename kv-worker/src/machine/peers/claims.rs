@@ -1,14 +1,12 @@
 //! Which offers requests of ours live by: renewed while there are any, and ended by the last one.
 
-use std::sync::Arc;
-
 use kv_proto::message::{OfferName, WorkerMessage};
 use kv_proto::{Attempt, Moment, PeerLocator, ReleaseReason};
 
 use super::claim::{Claim, End, Last, News};
-use super::{Peer, Peers, RENEW_MIN, State, TimerKey};
+use super::{Peer, Peers, RENEW_MIN, State, TimerKey, peer_mut};
 use crate::config::WorkerConfig;
-use crate::machine::io::Decision;
+use crate::machine::io::{Decision, SourceKey};
 
 impl Peers {
     /// A request waits that lives by an offer: its lease is renewed until the last such request has ended with it.
@@ -20,41 +18,46 @@ impl Peers {
         name: OfferName,
         out: &mut Vec<Decision>,
     ) {
-        let key = self.want(now, config, locator, out);
-        if let Some(claim) = self.claim(now, config, &key, name) {
-            claim.waiting += 1;
+        for key in self.want_all(now, config, locator, out) {
+            if let Some(claim) = self.claim(now, config, &key, name) {
+                claim.waiting += 1;
+            }
         }
     }
 
-    /// A pull begins: it takes the place of the request that waited. Returns the peer's handle, and whether the
-    /// producer has said meanwhile that it does not hold the lease.
-    pub fn pull_began(
+    /// A load begins. Returns the producer's handle, and how many sources are known to it: a pull begins for each of
+    /// them, and the others' when [`Change::Planned`](super::Change::Planned) says how many there are.
+    pub fn load_began(
         &mut self,
         now: Moment,
         config: &WorkerConfig,
         locator: &PeerLocator,
-        name: OfferName,
         out: &mut Vec<Decision>,
-    ) -> (Arc<PeerLocator>, bool) {
-        let key = self.want(now, config, locator, out);
-        let Some(claim) = self.claim(now, config, &key, name) else { return (key, false) };
+    ) -> Vec<SourceKey> {
+        self.want_all(now, config, locator, out)
+    }
+
+    /// A pull begins: it takes the place of the request that waited. Returns whether the producer has said meanwhile that
+    /// it does not hold the lease.
+    pub fn pull_began(&mut self, now: Moment, config: &WorkerConfig, key: &SourceKey, name: OfferName) -> bool {
+        let Some(claim) = self.claim(now, config, key, name) else { return false };
         claim.waiting = claim.waiting.saturating_sub(1);
         claim.reading += 1;
         let void = claim.void;
-        if let Some(peer) = self.peers.get_mut(&key) {
+        if let Some(peer) = self.get_mut(key) {
             peer.users += 1;
         }
-        (key, void)
+        void
     }
 
     fn claim(
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        key: &Arc<PeerLocator>,
+        key: &SourceKey,
         name: OfferName,
     ) -> Option<&mut Claim> {
-        let peer = self.peers.get_mut(key)?;
+        let peer = peer_mut(&mut self.producers, key)?;
         if let State::Ready { remote, renewal, .. } = &mut peer.state {
             if !peer.claims.contains_key(&name) {
                 renewal.news.insert(name, News::Wanted);
@@ -71,8 +74,8 @@ impl Peers {
     }
 
     /// A pull has read everything and is about to ask. Returns whether others under the same offer have not ended.
-    pub fn pull_asks(&mut self, key: &Arc<PeerLocator>, name: OfferName) -> bool {
-        let claim = self.peers.get_mut(key).and_then(|peer| peer.claims.get_mut(&name));
+    pub fn pull_asks(&mut self, key: &SourceKey, name: OfferName) -> bool {
+        let claim = self.get_mut(key).and_then(|peer| peer.claims.get_mut(&name));
         claim.is_some_and(|claim| {
             claim.reading = claim.reading.saturating_sub(1);
             // Answers may come in any order, so that one who was asked before has not ended either.
@@ -88,7 +91,7 @@ impl Peers {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        key: &Arc<PeerLocator>,
+        key: &SourceKey,
         name: OfferName,
         attempt: Attempt,
         asked: bool,
@@ -96,7 +99,7 @@ impl Peers {
         out: &mut Vec<Decision>,
     ) {
         self.let_go(key);
-        let Some(peer) = self.peers.get_mut(key) else { return };
+        let Some(peer) = peer_mut(&mut self.producers, key) else { return };
         let Some(claim) = peer.claims.get_mut(&name) else { return };
         if asked {
             claim.asking = claim.asking.saturating_sub(1);
@@ -133,13 +136,15 @@ impl Peers {
         reason: ReleaseReason,
         out: &mut Vec<Decision>,
     ) {
-        if let Some(claim) = self.peers.get_mut(locator).and_then(|peer| peer.claims.get_mut(&name)) {
-            claim.waiting = claim.waiting.saturating_sub(1);
-            if claim.is_used() {
-                return;
+        for key in self.want_all(now, config, locator, out) {
+            if let Some(claim) = self.get_mut(&key).and_then(|peer| peer.claims.get_mut(&name)) {
+                claim.waiting = claim.waiting.saturating_sub(1);
+                if claim.is_used() {
+                    continue;
+                }
             }
+            self.release(now, config, &key, name, Attempt(0), reason, false, out);
         }
-        self.release(now, config, locator, name, Attempt(0), reason, false, out);
     }
 
     /// Tells a producer that a lease will not be read, now or as soon as it can be reached. `link_is_lost`: the
@@ -149,15 +154,15 @@ impl Peers {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        locator: &PeerLocator,
+        key: &SourceKey,
         name: OfferName,
         attempt: Attempt,
         reason: ReleaseReason,
         link_is_lost: bool,
         out: &mut Vec<Decision>,
     ) {
-        let key = self.want(now, config, locator, out);
-        let Some(peer) = self.peers.get_mut(&key) else { return };
+        self.want(now, config, key, out);
+        let Some(peer) = peer_mut(&mut self.producers, key) else { return };
         peer.forsake(name, true);
         match &peer.state {
             State::Ready { link, .. } if !link_is_lost => {
@@ -169,6 +174,7 @@ impl Peers {
             State::Failed { .. } => self.stats.releases_dropped += 1,
             // A read ends before its connection's loss is told, so a release that follows from it waits for the next.
             State::Ready { .. }
+            | State::Idle
             | State::Dialling { .. }
             | State::Connecting { .. }
             | State::Greeting { .. } => {
@@ -182,10 +188,10 @@ impl Peers {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        key: &Arc<PeerLocator>,
+        key: &SourceKey,
         out: &mut Vec<Decision>,
     ) {
-        let Some(peer) = self.peers.get_mut(key) else { return };
+        let Some(peer) = peer_mut(&mut self.producers, key) else { return };
         let State::Ready { link, remote, renewal, .. } = &mut peer.state else { return };
         let pace = remote.pace(config);
         if let Some(at) = peer.renew_at.take() {
@@ -204,8 +210,8 @@ impl Peers {
     }
 
     /// The producer misses a renewal: it is told all again, soon, but not as often as it asks.
-    pub(super) fn relist(&mut self, now: Moment, key: &Arc<PeerLocator>) {
-        let Some(peer) = self.peers.get_mut(key) else { return };
+    pub(super) fn relist(&mut self, now: Moment, key: &SourceKey) {
+        let Some(peer) = peer_mut(&mut self.producers, key) else { return };
         let State::Ready { renewal, .. } = &mut peer.state else { return };
         if !std::mem::replace(&mut renewal.asked, true) {
             renewal.restart(peer.claims.iter());
@@ -220,8 +226,8 @@ impl Peers {
     }
 
     /// A pull needs the peer no more.
-    fn let_go(&mut self, key: &Arc<PeerLocator>) {
-        if let Some(peer) = self.peers.get_mut(key) {
+    fn let_go(&mut self, key: &SourceKey) {
+        if let Some(peer) = self.get_mut(key) {
             peer.users = peer.users.saturating_sub(1);
         }
     }

@@ -1,10 +1,10 @@
 //! Failures that may pass: the pull waits, and reads what is not here yet.
 
-use kv_proto::{LoadId, Moment};
+use kv_proto::Moment;
 
 use super::{Pulls, State};
 use crate::config::WorkerConfig;
-use crate::machine::io::{Decision, Failure};
+use crate::machine::io::{Decision, Failure, PullId};
 
 impl Pulls {
     /// Ends a pull that waits for its peer, or lets it wait on, if the failure may pass.
@@ -12,11 +12,11 @@ impl Pulls {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        load: LoadId,
+        id: PullId,
         failure: Failure,
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
         let State::Waiting { outage_counted, .. } = &mut pull.state else { return };
         // The peer is tried again by itself, since this pull wants it; its limit goes on.
         if failure.reason.may_pass() && std::mem::take(outage_counted) {
@@ -27,7 +27,7 @@ impl Pulls {
             self.stats.retried += 1;
             return;
         }
-        self.fail(now, config, load, failure, out);
+        self.fail(now, config, id, failure, out);
     }
 
     /// Ends a pull whose read has failed, or begins it again, after a while, with what is not here yet.
@@ -35,14 +35,14 @@ impl Pulls {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        load: LoadId,
+        id: PullId,
         failure: Failure,
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
         let State::Reading { left, until: was, .. } = &pull.state else { return };
         if pull.retries >= config.limits.retries || !failure.reason.may_pass() {
-            return self.fail(now, config, load, failure, out);
+            return self.fail(now, config, id, failure, out);
         }
         let (was, groups) = (*was, left.clone().into_groups());
         let wait = config.limits.retry_min.saturating_mul(1 << pull.retries.min(20));
@@ -51,8 +51,8 @@ impl Pulls {
         let not_before = now + wait.min(config.limits.retry_max);
         let until = not_before + config.limits.peer_wait;
         pull.state = State::Waiting { groups, until, not_before, outage_counted: true };
-        self.timers.clear(was, load);
-        self.set(load, until);
-        self.set(load, not_before);
+        self.timers.clear(was, id);
+        self.set(id, until);
+        self.set(id, not_before);
     }
 }

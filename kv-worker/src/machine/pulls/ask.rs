@@ -1,22 +1,20 @@
 //! Did the lease hold? What the producer is asked, and what it says.
 
-use std::sync::Arc;
-
 use kv_proto::message::WorkerMessage;
-use kv_proto::{Attempt, LeaseId, LoadFailure, LoadId, Moment, PeerLocator, PullEnd};
+use kv_proto::{Attempt, LeaseId, LoadFailure, LoadId, Moment, PullEnd};
 
 use super::{Pulls, State, micros, not_held};
 use crate::config::WorkerConfig;
-use crate::machine::io::{Decision, Failure};
+use crate::machine::io::{Decision, Failure, PullId, SourceKey};
 use crate::machine::peers::{End, Standing};
 
 impl Pulls {
     /// Asks whether the lease held for what is here. The answer is no condition for going on.
-    pub(super) fn check(&self, load: LoadId, out: &mut Vec<Decision>) {
-        let Some(pull) = self.pulls.get(&load) else { return };
-        if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
+    pub(super) fn check(&self, id: PullId, out: &mut Vec<Decision>) {
+        let Some(pull) = self.pulls.get(&id) else { return };
+        if let Standing::Ready(link, _) = self.peers.standing(&pull.key) {
             let (lease, offer) = pull.name;
-            let message = WorkerMessage::Check { lease, attempt: Attempt(load.0), offer, blocks: pull.read };
+            let message = WorkerMessage::Check { lease, attempt: Attempt(id.load.0), offer, blocks: pull.read };
             out.push(Decision::Send { link, message });
         }
     }
@@ -26,14 +24,15 @@ impl Pulls {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        peer: &Arc<PeerLocator>,
+        key: &SourceKey,
         lease: LeaseId,
-        load: LoadId,
+        attempt: Attempt,
         (blocks, held): (u32, bool),
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
-        if pull.name.0 != lease || pull.peer != *peer {
+        let id = PullId { load: LoadId(attempt.0), source: key.source };
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
+        if pull.name.0 != lease || pull.key != *key {
             return;
         }
         if held {
@@ -41,17 +40,17 @@ impl Pulls {
             pull.verified = pull.verified.max(blocks.min(pull.read));
         } else if !matches!(pull.state, State::Confirming { .. }) {
             // While it is being confirmed, that answer is the one that counts.
-            self.spoil(now, config, load, not_held(), out);
+            self.spoil(now, config, id, not_held(), out);
         }
     }
 
     /// Asks whether the lease held; if the peer is not ready, it is asked when it is.
-    pub(super) fn ask(&self, load: LoadId, out: &mut Vec<Decision>) {
-        let Some(pull) = self.pulls.get(&load) else { return };
+    pub(super) fn ask(&self, id: PullId, out: &mut Vec<Decision>) {
+        let Some(pull) = self.pulls.get(&id) else { return };
         let State::Confirming { more, .. } = pull.state else { return };
-        if let Standing::Ready(link, _) = self.peers.standing(&pull.peer) {
+        if let Standing::Ready(link, _) = self.peers.standing(&pull.key) {
             let (lease, offer) = pull.name;
-            let message = WorkerMessage::ReadDone { lease, attempt: Attempt(load.0), offer, more };
+            let message = WorkerMessage::ReadDone { lease, attempt: Attempt(id.load.0), offer, more };
             out.push(Decision::Send { link, message });
         }
     }
@@ -61,26 +60,26 @@ impl Pulls {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        peer: &Arc<PeerLocator>,
+        key: &SourceKey,
         lease: LeaseId,
         attempt: Attempt,
         confirmed: bool,
         out: &mut Vec<Decision>,
     ) {
-        let load = LoadId(attempt.0);
-        let Some(pull) = self.pulls.get(&load) else { return };
+        let id = PullId { load: LoadId(attempt.0), source: key.source };
+        let Some(pull) = self.pulls.get(&id) else { return };
         let State::Confirming { read_at, more, .. } = pull.state else { return };
-        if pull.name.0 != lease || pull.peer != *peer {
+        if pull.name.0 != lease || pull.key != *key {
             return;
         }
         if confirmed {
             let mut stats = pull.stats;
             stats.confirm_us = micros(now.since(read_at));
-            self.end(now, config, load, End::Confirmed { more }, out);
-            self.ended.push((load, PullEnd::Loaded(stats)));
+            self.end(now, config, id, End::Confirmed { more }, out);
+            self.part_ended(now, config, id, PullEnd::Loaded(stats), out);
         } else {
-            let detail = format!("{lease} of engine {} did not hold until the read had ended", peer.engine);
-            self.fail(now, config, load, Failure::new(LoadFailure::Lapsed, detail), out);
+            let detail = format!("{lease} of engine {} did not hold until the read had ended", key.peer.engine);
+            self.fail(now, config, id, Failure::new(LoadFailure::Lapsed, detail), out);
         }
     }
 }

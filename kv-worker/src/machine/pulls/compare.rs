@@ -4,15 +4,14 @@
 //! last one was found equal the lease is confirmed as ever; what was equal under a lease that held is verified.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use kv_proto::message::{BlockDigest, COMPARED_MAX, GroupList, WorkerMessage};
-use kv_proto::{Attempt, GroupBlocks, LeaseId, LoadFailure, LoadId, Moment, PeerLocator};
+use kv_proto::{Attempt, GroupBlocks, LeaseId, LoadFailure, LoadId, Moment};
 
 use super::{Pull, Pulls, State, not_held};
 use crate::config::WorkerConfig;
 use crate::digest::positions;
-use crate::machine::io::{Decision, Failure};
+use crate::machine::io::{Decision, Failure, PullId, SourceKey};
 use crate::machine::peers::Standing;
 
 /// What the lists and digests of one message may take of its bytes; the rest is for all else that it says.
@@ -28,7 +27,7 @@ struct Part {
     digests: Vec<BlockDigest>,
 }
 
-/// What has been compared of a load, and what has not. All by the first position.
+/// What has been compared of a id, and what has not. All by the first position.
 #[derive(Debug, Clone, Hash, Default)]
 pub(super) struct Comparison {
     /// What is being read.
@@ -100,12 +99,12 @@ impl Pulls {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        load: LoadId,
+        id: PullId,
         from: u32,
         digests: Result<Vec<BlockDigest>, Failure>,
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
         let Some(comparison) = &mut pull.comparison else { return };
         let Some(theirs) = comparison.digesting.remove(&from) else { return };
         match digests {
@@ -113,24 +112,24 @@ impl Pulls {
                 let whole = digests.len() as u64;
                 comparison.cut(from, &theirs, &digests);
                 let to = from.saturating_add(u32::try_from(whole).unwrap_or(u32::MAX));
-                self.ask_to_compare(load, from..to, out);
+                self.ask_to_compare(id, from..to, out);
             }
-            Err(failure) => self.spoil(now, config, load, failure, out),
+            Err(failure) => self.spoil(now, config, id, failure, out),
         }
     }
 
     /// Asks the producer to compare what it has not answered; if it is not ready, it is asked when it is.
-    pub(super) fn ask_to_compare(&self, load: LoadId, what: std::ops::Range<u32>, out: &mut Vec<Decision>) {
-        let Some(Pull { name: (lease, offer), peer, comparison: Some(comparison), .. }) =
-            self.pulls.get(&load)
+    pub(super) fn ask_to_compare(&self, id: PullId, what: std::ops::Range<u32>, out: &mut Vec<Decision>) {
+        let Some(Pull { name: (lease, offer), key, comparison: Some(comparison), .. }) =
+            self.pulls.get(&id)
         else {
             return;
         };
-        let Standing::Ready(link, _) = self.peers.standing(peer) else { return };
+        let Standing::Ready(link, _) = self.peers.standing(key) else { return };
         for (from, Part { groups, digests }) in comparison.asked.range(what) {
             let message = WorkerMessage::Compare {
                 lease: *lease,
-                attempt: Attempt(load.0),
+                attempt: Attempt(id.load.0),
                 offer: *offer,
                 from: *from,
                 groups: groups.clone(),
@@ -146,39 +145,40 @@ impl Pulls {
         &mut self,
         now: Moment,
         config: &WorkerConfig,
-        peer: &Arc<PeerLocator>,
+        key: &SourceKey,
         lease: LeaseId,
-        load: LoadId,
+        attempt: Attempt,
         (from, equal, held): (u32, u32, bool),
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&load) else { return };
-        if pull.name.0 != lease || pull.peer != *peer {
+        let id = PullId { load: LoadId(attempt.0), source: key.source };
+        let Some(pull) = self.pulls.get_mut(&id) else { return };
+        if pull.name.0 != lease || pull.key != *key {
             return;
         }
         let Some(comparison) = &mut pull.comparison else { return };
         // What was answered already is not asked any more, and what was never asked has no answer.
         let Some(asked) = comparison.asked.get(&from) else { return };
         if !held {
-            return self.spoil(now, config, load, not_held(), out);
+            return self.spoil(now, config, id, not_held(), out);
         }
         let count = asked.digests.len() as u32;
         if equal < count {
             if comparison.verified(pull.read) == from && !comparison.unequal {
                 pull.verified = pull.verified.max(from + equal);
             }
-            let engine = &pull.peer.engine;
+            let engine = &pull.key.peer.engine;
             let detail = format!("block {} of the load is not what engine {engine} has", from + equal);
-            return self.spoil(now, config, load, Failure::new(LoadFailure::Corrupt, detail), out);
+            return self.spoil(now, config, id, Failure::new(LoadFailure::Corrupt, detail), out);
         }
         comparison.asked.remove(&from);
         pull.verified = pull.verified.max(comparison.verified(pull.read));
         if let State::Comparing { read_at, until, repeat_at } = pull.state
             && comparison.is_over()
         {
-            self.timers.clear(until, load);
-            self.timers.clear(repeat_at, load);
-            self.confirm(now, config, load, read_at, out);
+            self.timers.clear(until, id);
+            self.timers.clear(repeat_at, id);
+            self.confirm(now, config, id, read_at, out);
         }
     }
 }
