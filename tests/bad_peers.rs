@@ -176,7 +176,7 @@ fn garbage_on_the_handshake_port_does_not_disturb_a_hand_over() {
 
     let layout = world[D].layout.clone();
     let topology = Topology::of(1);
-    let fingerprint = Fingerprint::of("toy", &layout, topology);
+    let fingerprint = Fingerprint::of("toy", &layout);
     let query = Query {
         engine: EngineId::new("d").unwrap(),
         incarnation: Incarnation::from_random(5),

@@ -1,7 +1,6 @@
 //! What a producer answers: a pure function of its card, its availability and the query's bytes.
 
 use kv_proto::Fingerprint;
-use kv_proto::Rank;
 use kv_proto::handshake::{Answer, EngineCard, HandshakeError, Query, RefusalCode};
 
 /// Longest message of a refusal, in characters; what `Answer::decode` keeps of it.
@@ -114,22 +113,11 @@ pub(crate) fn judge(card: &EngineCard, available: bool, query: &[u8]) -> Result<
     if !differences.is_empty() {
         return Err(Refusal::new(RefusalCode::Incompatible, &differences));
     }
-    for rank in (0..card.topology.ranks).map(Rank) {
-        let readers = card
-            .topology
-            .readers_of(rank, query.topology)
-            .map_err(|mismatch| Refusal::new(RefusalCode::Incompatible, &mismatch.to_string()))?;
-        if readers.contains(&query.rank) {
-            return Ok(());
-        }
-    }
-    Err(Refusal::new(
-        RefusalCode::Incompatible,
-        &format!(
-            "{} of {} consumer ranks reads from none of the {} producer ranks",
-            query.rank, query.topology.ranks, card.topology.ranks
-        ),
-    ))
+    // Whether the two caches can be brought together is found out by the asker, who has both layouts.
+    card.topology
+        .sources_of(query.rank, query.topology)
+        .map_err(|error| Refusal::new(RefusalCode::Incompatible, &format!("topology: {error}")))?;
+    Ok(())
 }
 
 /// The answer to a query, whatever the query's bytes are: always exactly one, never a panic.

@@ -447,7 +447,9 @@ mod tests {
         let layout = kv_proto::BlockLayout {
             block_tokens: 16,
             blocks: 1,
+            kernel_tokens: 0,
             order: kv_proto::BlockOrder::HeadsTokens,
+            groups: Vec::new(),
             regions: Vec::new(),
         };
         Dial {
@@ -460,7 +462,7 @@ mod tests {
                 topology,
                 wanted: id("p"),
             },
-            fingerprint: Fingerprint::of("m", &layout, topology),
+            fingerprint: Fingerprint::of("m", &layout),
             wanted_life: Incarnation::from_random(2),
             limit,
         }

@@ -95,9 +95,10 @@ fn one_long_value_does_not_hide_the_other_fields() {
 
 // R006
 #[test]
-fn topologies_that_do_not_fit_are_refused_with_both_counts() {
-    let expected = "the producer has 2 ranks and the consumer 4; only equal numbers are supported";
-    let bytes = ask(|q| q.topology = Topology::of(4));
+fn topologies_that_cannot_be_are_refused_with_both_counts() {
+    assert_eq!(read(&ask(|q| q.topology = Topology::of(4)), &fingerprint()), Ok(card()), "unequal ones can");
+    let expected = "topology: 4 ranks cannot be shared out over 3 pipeline stages";
+    let bytes = ask(|q| q.topology = Topology { stages: 3, ..Topology::of(4) });
     assert_eq!(refusal(&bytes), (RefusalCode::Incompatible, expected.to_owned()));
     let bytes = ask(|q| q.rank = Rank(2));
     assert_eq!(

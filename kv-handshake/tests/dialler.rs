@@ -279,13 +279,13 @@ fn engines_that_do_not_fit_are_told_with_the_fields() {
 
     let listener = listen();
     let mut wide = dial(listener.port());
-    wide.query.topology = Topology::of(4);
+    wide.query.topology = Topology { stages: 3, ..Topology::of(4) };
     let error = Dialler::new().dial(&wide).unwrap_err();
     assert_eq!(error.failure(), LoadFailure::Incompatible);
     let HandshakeError::Refused { code: RefusalCode::Incompatible, message } = handshake(error) else {
         panic!("another error")
     };
-    assert_eq!(message, "the producer has 2 ranks and the consumer 4; only equal numbers are supported");
+    assert_eq!(message, "topology: 4 ranks cannot be shared out over 3 pipeline stages");
 }
 
 #[test]

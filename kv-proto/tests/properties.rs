@@ -9,7 +9,7 @@ use common::{
 };
 use kv_proto::handshake::{Answer, EngineCard, HandshakeError, Query, RefusalCode, WorkerCard};
 use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
-use kv_proto::params::EXTRA_KEY;
+use kv_proto::params::{EXTRA_KEY, PrefixMarks};
 use kv_proto::{
     Attempt, BlockId, BlockList, CodecError, ConsumerOrder, EngineId, GroupBlocks, Incarnation, LeaseId,
     LeaseRef, LeaseTerms, LoadId, LoadStats, PROTOCOL_VERSION, PeerLocator, Plan, ProducerOrder, PullEnd,
@@ -69,8 +69,16 @@ fn load() -> impl Strategy<Value = LoadId> {
 }
 
 fn group() -> impl Strategy<Value = GroupBlocks> {
-    (any::<u32>(), any::<u32>(), block_list(u32::MAX), block_list(1000))
-        .prop_map(|(group, first, remote, local)| GroupBlocks { group, first, remote, local })
+    (any::<u32>(), any::<[u32; 3]>(), block_list(u32::MAX), block_list(1000)).prop_map(
+        |(group, [first, remote_first, tokens], remote, local)| GroupBlocks {
+            group,
+            first,
+            remote_first,
+            tokens,
+            remote,
+            local,
+        },
+    )
 }
 
 fn plan() -> impl Strategy<Value = Plan> {
@@ -191,19 +199,28 @@ fn one_offer() -> impl Strategy<Value = RemotePrefill> {
         let count = tokens.div_ceil(block_tokens) as usize;
         // Without blocks there may be no group; with blocks there is at least one.
         let groups = if count == 0 { 0..3 } else { 1..4 };
-        (Just(tokens), Just(block_tokens), vec(ids(count), groups))
+        // A list may begin late, but no group is empty.
+        let late = move |list: BlockList, skipped: usize| {
+            let first = if count == 0 { 0 } else { (skipped % count) as u32 };
+            (list.skip(first), first)
+        };
+        let list = (ids(count), any::<usize>()).prop_map(move |(list, skipped)| late(list, skipped));
+        (Just(tokens), Just(block_tokens), vec(list, groups), any::<bool>())
     });
     let names = (engine_id(), label(200), label(60), 1..=u16::MAX, 1u32..=65_535);
     let rest = (life(), any::<u64>(), label(30), vec((label(10), json_value()), 0..3));
     (blocks, names, rest).prop_map(
         |(
-            (tokens, block_tokens, blocks),
+            (tokens, block_tokens, lists, marked),
             (engine, request, host, port, ranks),
             (life, lease, digest, other),
         )| {
             let names = ["tp_size", "alternatives", EXTRA_KEY];
             let ours =
                 |key: &str| ["remote_", "do_"].iter().any(|p| key.starts_with(p)) || names.contains(&key);
+            let (blocks, firsts) = lists.into_iter().unzip();
+            let prompt: Vec<u32> = (0..tokens).collect();
+            let marks = if marked { PrefixMarks::of(&prompt, block_tokens) } else { PrefixMarks::default() };
             RemotePrefill {
                 engine,
                 request: RequestId::new(request).unwrap(),
@@ -213,9 +230,11 @@ fn one_offer() -> impl Strategy<Value = RemotePrefill> {
                 tokens,
                 block_tokens,
                 blocks,
+                firsts,
                 incarnation: life,
                 lease: (tokens > 0).then_some(LeaseId(lease)),
                 token_digest: digest,
+                marks,
                 alternatives: vec![],
                 other: other.into_iter().filter(|(key, _)| !ours(key)).collect(),
             }

@@ -239,7 +239,14 @@ fn p8_the_next_producer_is_asked_for_the_rest_only() {
 
     assert_eq!(s.remote_tokens(&req("r"), 4), 4);
     allocate(&mut s, 3, 4).unwrap();
-    let groups = vec![GroupBlocks { group: 0, first: 1, remote: run(31, 1), local: run(41, 1) }];
+    let groups = vec![GroupBlocks {
+        group: 0,
+        first: 1,
+        remote_first: 1,
+        tokens: 8,
+        remote: run(31, 1),
+        local: run(41, 1),
+    }];
     let (lease, peer) = (other_lease(6), other_peer());
     let order = ConsumerOrder::Load { load: LoadId(2), lease, offer: BLANK, peer, groups };
     assert_eq!(s.planned(at(3)), consumer(&[order]));
@@ -332,7 +339,7 @@ fn the_engine_may_choose_and_the_others_keep_their_order() {
     assert_eq!(s.remote_tokens(&req("r"), 0), 6, "answered for the one that was chosen");
     assert_eq!(s.next_deadline(), Some(at(QUEUE_MS)), "no wait is prolonged");
     allocate(&mut s, 1, 0).unwrap();
-    assert_eq!(s.planned(at(1)), consumer(&[common::load(1, 7, 0, run(20, 2), run(40, 2))]));
+    assert_eq!(s.planned(at(1)), consumer(&[common::load_to(6, 1, 7, 0, run(20, 2), run(40, 2))]));
     report(&mut s, 2, 1, failed(LoadFailure::PeerLost));
     assert_eq!(failure(&mut s), (0, vec![peer(), other_peer()]));
     let before = format!("{s:?}");

@@ -17,11 +17,11 @@ fn refuse(change: fn(&mut SchedConfig)) -> String {
 
 #[test]
 fn zeros_are_refused_by_name() {
-    assert_eq!(refuse(|c| c.topology.ranks = 0), "ranks is 0");
+    assert_eq!(refuse(|c| c.topology.ranks = 0), "an engine has 0 ranks, 1 to 4096 are allowed");
     assert_eq!(refuse(|c| c.port = 0), "port is 0");
     assert_eq!(refuse(|c| c.block_tokens = 0), "block_tokens is 0");
     assert_eq!(refuse(|c| c.blocks = 0), "blocks is 0");
-    assert_eq!(refuse(|c| c.groups = 0), "groups is 0");
+    assert_eq!(refuse(|c| c.groups.clear()), "groups is 0");
     assert_eq!(refuse(|c| c.lease_ttl = Duration::from_micros(999)), "lease_ttl is 0");
     assert_eq!(refuse(|c| c.report_grace = Duration::ZERO), "report_grace is 0");
 }

@@ -5,7 +5,9 @@
 mod common;
 
 use common::*;
-use kv_proto::{BlockList, ConsumerOrder, GroupBlocks, LoadId, ReleaseReason, RemotePrefill, token_digest};
+use kv_proto::{
+    BlockList, ConsumerOrder, GroupBlocks, GroupKind, LoadId, ReleaseReason, RemotePrefill, token_digest,
+};
 use kv_sched::{ConsumerStats, Finish, RequestEnd, Role, SchedError, SchedEvent, Scheduler, Verdict};
 
 fn nothing_pinned() -> RemotePrefill {
@@ -47,13 +49,6 @@ fn an_offer_may_cover_less_than_the_prompt() {
     assert_eq!((role, s.remote_tokens(&req("r"), 0)), (Ok(Role::Consumer), 6));
 }
 
-// H-3, H-22
-#[test]
-fn r001_another_block_size_is_refused_with_both_values_and_given_back() {
-    let error = refuse(RemotePrefill { block_tokens: 8, blocks: vec![run(20, 1)], ..offer(5, 8) });
-    assert_eq!(error, SchedError::BlockTokens { ours: 4, theirs: 8 });
-}
-
 // H-3, H-22, R070
 #[test]
 fn r001_another_number_of_groups_is_refused_with_both_values_and_given_back() {
@@ -79,7 +74,7 @@ fn r001_an_offer_longer_than_the_prompt_is_refused_with_both_values_and_given_ba
 #[test]
 fn r001_an_offer_without_the_blocks_that_its_tokens_need_is_refused_and_given_back() {
     let error = refuse(RemotePrefill { blocks: vec![run(20, 1)], ..offer(5, 8) });
-    assert_eq!(error, SchedError::OfferBlocks { tokens: 8, needed: 2, got: 1 });
+    assert_eq!(error, SchedError::OfferBlocks { tokens: 8, needed: 2, group: 0, got: 1 });
 }
 
 // H-9
@@ -99,7 +94,7 @@ fn r004_when_nothing_is_pinned_nothing_is_loaded_and_nothing_given_back() {
 #[test]
 fn a_refused_offer_that_pins_nothing_is_not_given_back() {
     let mut s = scheduler(1);
-    let offer = RemotePrefill { block_tokens: 8, ..nothing_pinned() };
+    let offer = RemotePrefill { blocks: vec![BlockList::default(); 2], ..nothing_pinned() };
     s.request_arrived(at(0), &req("r"), &prompt(8), Some(&params(offer))).unwrap_err();
     assert_forgotten(&s);
 }
@@ -155,7 +150,7 @@ fn an_allocation_orders_the_whole_load() {
     let mut s = scheduler(1);
     queue(&mut s, 0, "r", 5, 7);
     s.blocks_allocated(at(1), &req("r"), 0, 7, &[list(&[9, 3, 60])]).unwrap();
-    assert_eq!(s.planned(at(1)), consumer(&[load(1, 5, 0, run(20, 2), list(&[9, 3]))]));
+    assert_eq!(s.planned(at(1)), consumer(&[load_to(7, 1, 5, 0, run(20, 2), list(&[9, 3]))]));
     assert_eq!((s.holds(), s.next_deadline()), (1, Some(at(1 + LOAD_MS))));
     assert_eq!(s.consumer_stats(), &ConsumerStats { loads: 1, ..ConsumerStats::default() });
 }
@@ -169,14 +164,15 @@ fn blocks_pair_by_their_position_in_the_sequence() {
     s.request_arrived(at(0), &req("r"), &prompt(15), Some(&params(offer))).unwrap();
     s.planned(at(0));
     s.blocks_allocated(at(1), &req("r"), 8, 7, &[list(&[2, 50, 1, 49, 48])]).unwrap();
-    assert_eq!(s.planned(at(1)), consumer(&[load(1, 5, 2, list(&[30, 12]), list(&[1, 49]))]));
+    assert_eq!(s.planned(at(1)), consumer(&[load_to(15, 1, 5, 2, list(&[30, 12]), list(&[1, 49]))]));
 }
 
 // H-11
 #[test]
 fn each_group_pairs_its_own_blocks() {
-    let mut s = Scheduler::new(kv_sched::SchedConfig { groups: 2, ..config(1) }).unwrap();
-    let offer = RemotePrefill { blocks: vec![run(20, 2), run(30, 2)], ..offer(5, 8) };
+    let mut s =
+        Scheduler::new(kv_sched::SchedConfig { groups: vec![GroupKind::Full; 2], ..config(1) }).unwrap();
+    let offer = RemotePrefill { blocks: vec![run(20, 2), run(30, 2)], firsts: vec![0, 0], ..offer(5, 8) };
     s.request_arrived(at(0), &req("r"), &prompt(8), Some(&params(offer))).unwrap();
     s.blocks_allocated(at(1), &req("r"), 4, 4, &[run(40, 2), run(50, 2)]).unwrap();
     let ConsumerOrder::Load { load: LoadId(1), groups, .. } = s.planned(at(1)).consumer.remove(1) else {
@@ -185,6 +181,8 @@ fn each_group_pairs_its_own_blocks() {
     let group = |group, remote, local| GroupBlocks {
         group,
         first: 1,
+        remote_first: 1,
+        tokens: 8,
         remote: list(&[remote]),
         local: list(&[local]),
     };

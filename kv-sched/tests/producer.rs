@@ -5,6 +5,7 @@
 mod common;
 
 use common::*;
+use kv_proto::params::PrefixMarks;
 use kv_proto::{
     ConsumerOrder, LeaseEnd, LeaseId, ProducerOrder, Rank, RemotePrefill, TransferParams, token_digest,
 };
@@ -35,9 +36,11 @@ fn offered(tokens: u32, blocks: kv_proto::BlockList) -> RemotePrefill {
         tokens,
         block_tokens: BLOCK_TOKENS,
         blocks: vec![blocks],
+        firsts: vec![0],
         incarnation: ours(),
         lease: Some(L1),
         token_digest: token_digest(&prompt(tokens)),
+        marks: PrefixMarks::of(&prompt(tokens), BLOCK_TOKENS),
         alternatives: vec![],
         other: serde_json::Map::new(),
     }

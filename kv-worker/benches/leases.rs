@@ -21,7 +21,7 @@ use kv_proto::{
     RegionKind, RegionLayout, Topology,
 };
 use kv_transport::RegionId;
-use kv_worker::machine::io::{Decision, Fact, LinkId};
+use kv_worker::machine::io::{Decision, Fact, LinkId, SourceKey};
 use kv_worker::machine::pulls::LocalMemory;
 use kv_worker::machine::worker::WorkerMachine;
 use kv_worker::{WorkerConfig, WorkerLimits};
@@ -76,7 +76,14 @@ fn layout() -> BlockLayout {
         heads_total: 0,
         head_size: 4,
     };
-    BlockLayout { block_tokens: 4, blocks: 16, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions: vec![region] }
+    BlockLayout {
+        block_tokens: 4,
+        blocks: 16,
+        kernel_tokens: 0,
+        order: BlockOrder::HeadsTokens,
+        groups: vec![],
+        regions: vec![region],
+    }
 }
 
 fn peer() -> PeerLocator {
@@ -152,12 +159,12 @@ fn consumer(leases: u64) -> WorkerMachine {
 /// D's worker is greeted by P, then renews twice; each round's decisions go to `sent`.
 fn connect(m: &mut WorkerMachine, mut sent: impl FnMut(usize, &[Decision])) {
     let topology = Topology::of(1);
-    let peer = std::sync::Arc::new(peer());
+    let key = SourceKey::first(std::sync::Arc::new(peer()));
     let worker = WorkerCard {
         rank: Rank(0),
         memory_sizes: vec![1024],
         layout: layout(),
-        fingerprint: Fingerprint::of("m", &layout(), topology),
+        fingerprint: Fingerprint::of("m", &layout()),
         transports: vec![TransportCard {
             name: "none".to_owned(),
             address: vec![1],
@@ -172,7 +179,7 @@ fn connect(m: &mut WorkerMachine, mut sent: impl FnMut(usize, &[Decision])) {
         renew_every_ms: 0,
     };
     let link = LinkId::Dialled(0);
-    take(m, NOW, Fact::HandshakeEnded { peer, result: Ok(Box::new(card)) });
+    take(m, NOW, Fact::HandshakeEnded { key, result: Ok(Box::new(card)) });
     take(m, NOW, Fact::LinkConnected { link });
     let welcome = WorkerMessage::Welcome { incarnation: life(1), rank: Rank(0) };
     sent(1, &take(m, NOW, Fact::MessageArrived { link, message: Ok(welcome) }));

@@ -96,9 +96,10 @@ impl Portions {
 
 #[cfg(test)]
 mod tests {
-    use kv_proto::{BlockId, BlockOrder, Dtype, RegionKind, RegionLayout};
+    use kv_proto::{BlockId, BlockOrder, Dtype, Rank, RegionKind, RegionLayout, Topology};
 
     use super::*;
+    use crate::shape::{RemoteRank, compile};
 
     fn layout(layers: u32) -> BlockLayout {
         let region = |layer: u32| RegionLayout {
@@ -106,7 +107,7 @@ mod tests {
             kind: RegionKind::KeyValue,
             group: 0,
             memory: 0,
-            base: 0,
+            base: u64::from(layer) * 6400,
             block_stride: 64,
             block_bytes: 64,
             dtype: Dtype::F32,
@@ -115,16 +116,37 @@ mod tests {
             head_size: 4,
         };
         let regions = (0..layers).map(region).collect();
-        BlockLayout { block_tokens: 4, blocks: 100, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions }
+        BlockLayout {
+            block_tokens: 4,
+            blocks: 100,
+            kernel_tokens: 0,
+            order: BlockOrder::HeadsTokens,
+            groups: vec![],
+            regions,
+        }
     }
 
+    /// Both sides have blocks of so many tokens.
+    fn plan(theirs: u32) -> SourcePlan {
+        let mut remote = layout(2);
+        remote.block_tokens = theirs;
+        for region in &mut remote.regions {
+            (region.block_bytes, region.block_stride) = (16 * u64::from(theirs), 16 * u64::from(theirs));
+        }
+        let rank = Rank(0);
+        let remote = RemoteRank { rank, layout: &remote };
+        compile(&layout(2), rank, Topology::of(1), &[remote], Topology::of(1)).unwrap().sources.remove(0)
+    }
+
+    /// So many blocks of 4 tokens, from the fourth one on.
     fn group(count: u32) -> GroupBlocks {
         let list = |from: u32| (from..from + count).map(BlockId).collect();
-        GroupBlocks { group: 0, first: 3, remote: list(10), local: list(50) }
+        let tokens = (3 + count) * 4;
+        GroupBlocks { group: 0, first: 3, remote_first: 3, tokens, remote: list(10), local: list(50) }
     }
 
     fn cut(count: u32, bytes: u64) -> Vec<(u32, u32)> {
-        let mut portions = Portions::of(vec![group(count)], &layout(2), bytes);
+        let mut portions = Portions::of(vec![group(count)], &plan(4), &layout(2), bytes);
         let mut cut = Vec::new();
         while !portions.is_over() {
             let groups = portions.take();
@@ -146,7 +168,7 @@ mod tests {
 
     #[test]
     fn a_load_can_go_on_where_it_was() {
-        let mut portions = Portions::of(vec![group(5)], &layout(2), 256);
+        let mut portions = Portions::of(vec![group(5)], &plan(4), &layout(2), 256);
         portions.take();
         portions.take();
         portions.resume_at(2);
@@ -156,8 +178,30 @@ mod tests {
 
     #[test]
     fn groups_of_unequal_lengths_are_read_at_once() {
-        let mut portions = Portions::of(vec![group(5), group(3)], &layout(2), 1);
+        let mut portions = Portions::of(vec![group(5), group(3)], &plan(4), &layout(2), 1);
         assert_eq!(portions.take().len(), 2);
         assert!(portions.is_over());
+    }
+
+    #[test]
+    fn of_blocks_of_another_size_a_portion_has_those_that_hold_its_tokens() {
+        // Tokens 12 to 30 of blocks of 8: their second to fourth.
+        let theirs = (21..24).map(BlockId).collect();
+        let group = GroupBlocks { remote_first: 1, tokens: 30, remote: theirs, ..group(5) };
+        let mut portions = Portions::of(vec![group], &plan(8), &layout(2), 256);
+        let mut cut = Vec::new();
+        while !portions.is_over() {
+            let part = portions.take().remove(0);
+            let ids = |list: &BlockList| list.iter().map(|b| b.0).collect::<Vec<_>>();
+            cut.push((part.first, ids(&part.local), part.remote_first, ids(&part.remote), part.tokens));
+        }
+        assert_eq!(
+            cut,
+            [
+                (3, vec![50, 51], 1, vec![21, 22], 20),
+                (5, vec![52, 53], 2, vec![22, 23], 28),
+                (7, vec![54], 3, vec![23], 30),
+            ]
+        );
     }
 }

@@ -8,7 +8,7 @@ mod common;
 use common::*;
 use kv_proto::message::{COMPARED_MAX, GroupList, WorkerMessage};
 use kv_proto::{LeaseId, LoadFailure, LoadId, OfferDigest};
-use kv_worker::machine::io::{DigestOf, Fact};
+use kv_worker::machine::io::{DigestOf, Fact, PullId, SourceKey};
 use kv_worker::{Failure, WorkerLimits};
 
 /// The consumer: load 1 of blocks 1 and 2 to 8 and 9 under lease 5, read whole; its digests are being computed.
@@ -21,7 +21,7 @@ fn read() -> Rig {
 }
 
 fn portion(from: u32) -> DigestOf {
-    DigestOf::Load { load: LoadId(1), from }
+    DigestOf::Pull { pull: PullId::first(LoadId(1)), from }
 }
 
 /// The producer was asked to compare.
@@ -431,12 +431,12 @@ fn a_large_portion_is_compared_in_messages_that_can_be_sent() {
     let remote: BlockList = (0..count).map(|i| BlockId(i / 2 + (i % 2) * (count / 2))).collect();
     let local: BlockList = (0..count).map(BlockId).collect();
     let kv_proto::ConsumerOrder::Load { lease, peer: from, .. } = load(1, 5, 1) else { panic!() };
-    let groups = vec![GroupBlocks { group: 0, first: 0, remote, local }];
+    let groups = vec![GroupBlocks { group: 0, first: 0, remote_first: 0, tokens: count * 4, remote, local }];
     let order = kv_proto::ConsumerOrder::Load { load: LoadId(1), lease, offer: OFFER, peer: from, groups };
     rig.order(0, &[order]);
     let mut theirs = card(1);
     theirs.workers[0].layout = big;
-    rig.take(0, Fact::HandshakeEnded { peer: peer(1), result: Ok(theirs) });
+    rig.take(0, Fact::HandshakeEnded { key: SourceKey::first(peer(1)), result: Ok(theirs) });
     rig.connected(0, 0);
     rig.hear(0, dialled(0), welcome(1));
     assert_eq!(rig.read_ended(1, 1), ["digest 100000 blocks for 1 from 0"]);

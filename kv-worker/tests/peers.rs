@@ -7,7 +7,7 @@ mod common;
 use common::*;
 use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, WorkerMessage};
 use kv_proto::{CodecError, Rank, ReleaseReason, Topology};
-use kv_worker::machine::io::Fact;
+use kv_worker::machine::io::{Fact, SourceKey};
 
 /// Producer 1 is ready over d0, wanted for lease 5, renewed at 0.
 fn tracking() -> Rig {
@@ -114,12 +114,20 @@ fn an_answer_that_overtakes_the_welcome_is_dropped_and_asked_for_again() {
 fn r045_cards_that_do_not_fit_fail_the_load_as_incompatible() {
     let mut no_transport = card(1);
     no_transport.workers[0].transports[0].name = "other".to_owned();
-    let mut cut = card(1);
-    cut.topology = Topology::of(2);
-    for card in [no_transport, cut] {
+    let region = |change: fn(&mut kv_proto::RegionLayout)| {
+        let mut card = card(1);
+        change(&mut card.workers[0].layout.regions[0]);
+        card
+    };
+    let other_layer = region(|r| r.layer.push('0'));
+    let other_type = region(|r| (r.dtype, r.head_size) = (kv_proto::Dtype::F16, 8));
+    for card in [no_transport, other_layer, other_type] {
         let mut rig = Rig::new();
         rig.order(0, &[load(1, 5, 1)]);
-        assert_eq!(rig.take(1, Fact::HandshakeEnded { peer: peer(1), result: Ok(card) }), NOTHING);
+        assert_eq!(
+            rig.take(1, Fact::HandshakeEnded { key: SourceKey::first(peer(1)), result: Ok(card) }),
+            NOTHING
+        );
         assert_eq!(rig.loads(), ends(&[(1, "incompatible")]));
     }
 }
@@ -130,10 +138,15 @@ fn r044_cards_that_make_no_sense_fail_the_load_as_malformed() {
     no_address.workers[0].transports[0].address = vec![];
     let mut no_worker = card(1);
     no_worker.workers.clear();
-    for card in [no_address, no_worker] {
+    let mut cut = card(1);
+    cut.topology = Topology::of(2);
+    for card in [no_address, no_worker, cut] {
         let mut rig = Rig::new();
         rig.order(0, &[load(1, 5, 1)]);
-        assert_eq!(rig.take(1, Fact::HandshakeEnded { peer: peer(1), result: Ok(card) }), NOTHING);
+        assert_eq!(
+            rig.take(1, Fact::HandshakeEnded { key: SourceKey::first(peer(1)), result: Ok(card) }),
+            NOTHING
+        );
         assert_eq!(rig.loads(), ends(&[(1, "handshake_malformed")]));
     }
 }

@@ -14,7 +14,7 @@ use kv_proto::{
     ReleaseReason,
 };
 use kv_worker::Failure;
-use kv_worker::machine::io::{Decision, Fact, LinkId};
+use kv_worker::machine::io::{Decision, Fact, LinkId, PullId, SourceKey};
 use kv_worker::machine::worker::WorkerMachine;
 use proptest::prelude::*;
 
@@ -87,14 +87,14 @@ fn fact() -> impl Strategy<Value = Fact> {
     prop_oneof![
         6 => plan.prop_map(|(producer, consumer)| Fact::PlanTaken(Plan { producer, consumer })),
         3 => (1..3u64, any::<bool>()).prop_map(move |(n, ok)| Fact::HandshakeEnded {
-            peer: peer(n),
+            key: SourceKey::first(peer(n)),
             result: if ok { Ok(card(n)) } else { Err(failure(LoadFailure::HandshakeRefused)) },
         }),
         3 => (0..5u64).prop_map(|n| Fact::LinkConnected { link: dialled(n) }),
         1 => link().prop_map(|link| Fact::LinkLost { link, detail: String::new() }),
         12 => (link(), message()).prop_map(|(link, message)| Fact::MessageArrived { link, message }),
         3 => (0..12u64, any::<bool>()).prop_map(move |(load, ok)| Fact::ReadEnded {
-            load: LoadId(load),
+            pull: PullId::first(LoadId(load)),
             result: if ok { Ok(()) } else { Err(failure(LoadFailure::ReadFailed)) },
         }),
     ]
@@ -116,10 +116,10 @@ fn course() -> impl Strategy<Value = Vec<Step>> {
         let hear = |message| Step::Fact(Fact::MessageArrived { link: dialled(link), message: Ok(message) });
         let mut steps = vec![
             plan(vec![load(n, lease, link + 2)]),
-            Step::Fact(Fact::HandshakeEnded { peer: peer(n), result: Ok(card(n)) }),
+            Step::Fact(Fact::HandshakeEnded { key: SourceKey::first(peer(n)), result: Ok(card(n)) }),
             Step::Fact(Fact::LinkConnected { link: dialled(link) }),
             hear(welcome(n)),
-            Step::Fact(Fact::ReadEnded { load: LoadId(link + 2), result: Ok(()) }),
+            Step::Fact(Fact::ReadEnded { pull: PullId::first(LoadId(link + 2)), result: Ok(()) }),
         ];
         if confirm {
             steps.push(hear(confirmed(lease, link + 2)));
@@ -244,7 +244,7 @@ impl Judge {
                     }
                 }
             }
-            Fact::ReadEnded { load, .. } => drop(self.reading.remove(load)),
+            Fact::ReadEnded { pull, .. } => drop(self.reading.remove(&pull.load)),
             Fact::MessageArrived { link, message: Ok(message) } => match (link, message) {
                 (LinkId::Dialled(_), WorkerMessage::Confirmed { lease, attempt }) => {
                     self.heard_confirmed.insert((*lease, attempt.0));
@@ -266,11 +266,11 @@ impl Judge {
 
     fn judge(&mut self, decision: Decision) {
         match decision {
-            Decision::Read { load, .. } => {
+            Decision::Read { pull: PullId { load, .. }, .. } => {
                 assert!(self.loads.contains_key(&load) && !self.ended.contains(&load));
                 assert!(self.read.insert(load) && self.reading.insert(load), "P3: read once");
             }
-            Decision::CancelRead { load } => assert!(self.reading.contains(&load)),
+            Decision::CancelRead { pull } => assert!(self.reading.contains(&pull.load)),
             Decision::Send { link, message: WorkerMessage::Confirmed { lease, attempt } } => {
                 assert!(self.granted.contains(&lease), "P1: never granted");
                 let answer = (self.readers[&link], lease, attempt.0);
@@ -298,7 +298,7 @@ impl Judge {
         for _ in 0..1_000 {
             for load in self.reading.clone() {
                 let result = Err(Failure::new(LoadFailure::Cancelled, ""));
-                self.apply(Step::Fact(Fact::ReadEnded { load, result }));
+                self.apply(Step::Fact(Fact::ReadEnded { pull: PullId::first(load), result }));
             }
             let Some(next) = self.m.next_deadline() else { break };
             let span = u64::try_from(next.since(at(self.now)).as_millis()).unwrap();

@@ -6,7 +6,7 @@ mod common;
 
 use common::*;
 use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, WorkerMessage};
-use kv_proto::{CodecError, LeaseEnd, LeaseId, PROTOCOL_VERSION, ProducerOrder, Rank, Topology};
+use kv_proto::{CodecError, LeaseEnd, LeaseId, PROTOCOL_VERSION, ProducerOrder, Rank};
 use kv_worker::machine::io::{Fact, SelfCheck};
 
 fn connected() -> Rig {
@@ -141,7 +141,7 @@ fn other_rank(message: &mut WorkerMessage) {
 
 fn other_topology(message: &mut WorkerMessage) {
     if let WorkerMessage::Hello { topology, .. } = message {
-        *topology = Topology::of(2);
+        topology.stages = 2;
     }
 }
 

@@ -23,7 +23,8 @@ pub(crate) fn id(text: &str) -> EngineId {
     EngineId::new(text).unwrap()
 }
 
-pub(crate) fn layout() -> BlockLayout {
+/// Of one of so many ranks.
+pub(crate) fn layout(ranks: u32) -> BlockLayout {
     let region = RegionLayout {
         layer: "layers.0".to_owned(),
         kind: RegionKind::KeyValue,
@@ -34,22 +35,28 @@ pub(crate) fn layout() -> BlockLayout {
         block_bytes: 1024,
         dtype: Dtype::F32,
         heads: 2,
-        heads_total: 0,
+        heads_total: 2 * ranks,
         head_size: 8,
     };
-    BlockLayout { block_tokens: 16, blocks: 4, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions: vec![region] }
+    BlockLayout {
+        block_tokens: 16,
+        blocks: 4,
+        kernel_tokens: 0,
+        order: BlockOrder::HeadsTokens,
+        groups: vec![],
+        regions: vec![region],
+    }
 }
 
-/// The fingerprint does not depend on the rank count here, so that a topology can differ alone.
 pub(crate) fn fingerprint() -> Fingerprint {
-    Fingerprint::of("model-a", &layout(), Topology::of(1))
+    Fingerprint::of("model-a", &layout(1))
 }
 
 pub(crate) fn card_with(ranks: u32, fingerprint: &Fingerprint, address: &[u8]) -> EngineCard {
     let worker = |rank| WorkerCard {
         rank: Rank(rank),
         memory_sizes: vec![4096],
-        layout: layout(),
+        layout: layout(ranks),
         fingerprint: fingerprint.clone(),
         transports: vec![TransportCard {
             name: "tcp".to_owned(),

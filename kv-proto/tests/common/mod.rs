@@ -4,6 +4,7 @@ use kv_proto::handshake::{
     Answer, EngineCard, HandshakeError, Query, RefusalCode, TransportCard, WorkerCard,
 };
 use kv_proto::message::{BlockDigest, GroupList, HelloRefusal, WorkerMessage};
+use kv_proto::params::PrefixMarks;
 use kv_proto::{
     Attempt, BlockId, BlockLayout, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint, GroupBlocks,
     Incarnation, LeaseEnd, LeaseId, LeaseRef, LeaseTerms, LoadFailure, LoadId, LoadStats, PROTOCOL_VERSION,
@@ -136,6 +137,8 @@ pub(crate) fn plan() -> Plan {
     let groups = vec![GroupBlocks {
         group: 0,
         first: 2,
+        remote_first: 1,
+        tokens: 90,
         remote: [4, 5, 6, 9].into_iter().map(BlockId).collect(),
         local: [1, 70, 71, 72].into_iter().map(BlockId).collect(),
     }];
@@ -187,7 +190,7 @@ fn region(kind: RegionKind, base: u64) -> RegionLayout {
         block_bytes: 512,
         dtype: Dtype::Bf16,
         heads: 2,
-        heads_total: 0,
+        heads_total: 4,
         head_size: 8,
     }
 }
@@ -204,7 +207,7 @@ pub(crate) fn worker_card(rank: u32) -> WorkerCard {
     WorkerCard {
         rank: Rank(rank),
         memory_sizes: vec![4096, 1 << 40],
-        fingerprint: Fingerprint::of("model-ü", &layout, Topology::of(2)).with("draft", "none"),
+        fingerprint: Fingerprint::of("model-ü", &layout).with("draft", "none"),
         layout,
         transports: vec![TransportCard {
             name: "tcp".to_owned(),
@@ -253,10 +256,12 @@ pub(crate) fn remote_prefill() -> RemotePrefill {
         ranks: 2,
         tokens: 40,
         block_tokens: 16,
-        blocks: vec![[4, 5, 9].into_iter().map(BlockId).collect()],
+        blocks: vec![[4, 5, 9].into_iter().map(BlockId).collect(), [70].into_iter().map(BlockId).collect()],
+        firsts: vec![0, 2],
         incarnation: LIFE,
         lease: Some(LeaseId(3)),
         token_digest: token_digest(&[1, 2, 3]),
+        marks: PrefixMarks::of(&(0..40).collect::<Vec<_>>(), 16),
         alternatives: vec![],
         other,
     }

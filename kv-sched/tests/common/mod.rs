@@ -4,10 +4,11 @@
 
 use std::time::Duration;
 
+use kv_proto::params::PrefixMarks;
 use kv_proto::{
-    BlockId, BlockList, ConsumerOrder, EngineId, GroupBlocks, Incarnation, LeaseEnd, LeaseId, LeaseRef,
-    LoadFailure, LoadId, LoadStats, Moment, OfferDigest, PeerLocator, Plan, ProducerOrder, PullEnd, Rank,
-    ReleaseReason, RemotePrefill, Report, RequestId, Topology, TransferParams, token_digest,
+    BlockId, BlockList, ConsumerOrder, EngineId, GroupBlocks, GroupKind, Incarnation, LeaseEnd, LeaseId,
+    LeaseRef, LoadFailure, LoadId, LoadStats, Moment, OfferDigest, PeerLocator, Plan, ProducerOrder, PullEnd,
+    Rank, ReleaseReason, RemotePrefill, Report, RequestId, Topology, TransferParams, token_digest,
 };
 use kv_sched::{HoldId, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler};
 
@@ -41,7 +42,7 @@ pub(crate) fn config(ranks: u32) -> SchedConfig {
         port: 5600,
         block_tokens: BLOCK_TOKENS,
         blocks: POOL,
-        groups: 1,
+        groups: vec![GroupKind::Full],
         lease_ttl: ms(TTL_MS),
         lease_renewal: ms(800),
         lease_max: ms(LEASE_MAX_MS),
@@ -94,9 +95,11 @@ pub(crate) fn offer(lease: u64, tokens: u32) -> RemotePrefill {
         tokens,
         block_tokens: BLOCK_TOKENS,
         blocks: vec![run(20, count)],
+        firsts: vec![0],
         incarnation: theirs(),
         lease: (tokens > 0).then_some(LeaseId(lease)),
         token_digest: token_digest(&prompt(tokens)),
+        marks: PrefixMarks::default(),
         alternatives: vec![],
         other: serde_json::Map::new(),
     }
@@ -153,8 +156,22 @@ pub(crate) fn cancel(load: u64) -> ConsumerOrder {
     ConsumerOrder::Cancel { load: LoadId(load) }
 }
 
+/// Of whole blocks.
 pub(crate) fn load(load: u64, lease: u64, first: u32, remote: BlockList, local: BlockList) -> ConsumerOrder {
-    let groups = vec![GroupBlocks { group: 0, first, remote, local }];
+    let tokens = (first + local.len()) * BLOCK_TOKENS;
+    load_to(tokens, load, lease, first, remote, local)
+}
+
+/// Of so many tokens, counted from the start of the sequence.
+pub(crate) fn load_to(
+    tokens: u32,
+    load: u64,
+    lease: u64,
+    first: u32,
+    remote: BlockList,
+    local: BlockList,
+) -> ConsumerOrder {
+    let groups = vec![GroupBlocks { group: 0, first, remote_first: first, tokens, remote, local }];
     ConsumerOrder::Load { load: LoadId(load), lease: their_lease(lease), offer: BLANK, peer: peer(), groups }
 }
 

@@ -63,7 +63,14 @@ impl MemoryStore {
                 head_size: 2 * head_size as u32,
             })
             .collect();
-        let layout = BlockLayout { block_tokens, blocks, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions };
+        let layout = BlockLayout {
+            block_tokens,
+            blocks,
+            kernel_tokens: 0,
+            order: BlockOrder::HeadsTokens,
+            groups: vec![],
+            regions,
+        };
         let bytes = layers * u64::from(blocks) * block_bytes;
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         let memory = allocate(bytes, shared)?;

@@ -26,8 +26,7 @@ impl Place {
         let tokens = if is_state { 1 } else { layout.tokens_of_kernel() };
         let kernels = if is_state { 1 } else { layout.kernel_blocks() };
         let row = u64::from(region.head_size) * region.dtype.bytes();
-        let (head_step, token_step) =
-            layout.order.steps(u64::from(region.heads), u64::from(tokens), row);
+        let (head_step, token_step) = layout.order.steps(u64::from(region.heads), u64::from(tokens), row);
         Self {
             memory: region.memory,
             at: region.base + u64::from(head) * head_step + u64::from(element) * region.dtype.bytes(),
@@ -54,8 +53,10 @@ pub struct Copy {
     pub remote: Place,
     /// Heads.
     pub heads: u32,
-    /// Bytes of one head of one token; of a whole block, where neighbours were joined.
+    /// Bytes of one head of one token; of a whole block, if these are.
     pub row: u64,
+    /// Blocks are copied whole, so that heads and tokens do not matter.
+    pub is_whole: bool,
 }
 
 /// What one copy reads of some tokens that lie one after the other on both sides: `outer` times `inner` pieces.
@@ -89,6 +90,9 @@ impl Copy {
         let heads = Steps { count: self.heads as u64, local: self.local.head, remote: self.remote.head };
         let tokens = Steps { count: tokens as u64, local: self.local.token, remote: self.remote.token };
         let row = self.row;
+        if self.is_whole {
+            return Pieces { len: row, inner: Steps::ONCE, outer: Steps::ONCE };
+        }
         if tokens.are_close(row) {
             let len = tokens.count * row;
             if heads.are_close(len) {
@@ -109,10 +113,5 @@ impl Copy {
         } else {
             Pieces { len: row, inner: heads, outer: tokens }
         }
-    }
-
-    /// Bytes of one token.
-    pub const fn bytes_per_token(&self) -> u64 {
-        self.row * self.heads as u64
     }
 }

@@ -16,7 +16,7 @@ use kv_proto::{
     ReleaseReason, Report, Topology,
 };
 use kv_transport::RegionId;
-use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId};
+use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId, PullId, SourceKey};
 use kv_worker::machine::pulls::LocalMemory;
 use kv_worker::machine::worker::WorkerMachine;
 use kv_worker::{Failure, WorkerConfig, WorkerLimits};
@@ -86,7 +86,14 @@ pub(crate) fn layout() -> BlockLayout {
         heads_total: 0,
         head_size: 4,
     };
-    BlockLayout { block_tokens: 4, blocks: BLOCKS, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions: vec![region] }
+    BlockLayout {
+        block_tokens: 4,
+        blocks: BLOCKS,
+        kernel_tokens: 0,
+        order: BlockOrder::HeadsTokens,
+        groups: vec![],
+        regions: vec![region],
+    }
 }
 
 pub(crate) fn life(n: u64) -> Incarnation {
@@ -130,7 +137,7 @@ pub(crate) fn card(n: u64) -> Box<EngineCard> {
         rank: Rank(0),
         memory_sizes: vec![u64::from(BLOCKS) * 64],
         layout: layout(),
-        fingerprint: Fingerprint::of("m", &layout(), topology),
+        fingerprint: Fingerprint::of("m", &layout()),
         transports: vec![TransportCard {
             name: TRANSPORT.to_owned(),
             address: vec![n as u8 + 1],
@@ -151,7 +158,9 @@ pub(crate) fn list(ids: &[u32]) -> BlockList {
 }
 
 pub(crate) fn groups(remote: &[u32], local: &[u32]) -> Vec<GroupBlocks> {
-    vec![GroupBlocks { group: 0, first: 0, remote: list(remote), local: list(local) }]
+    let tokens = local.len() as u32 * layout().block_tokens;
+    let (remote, local) = (list(remote), list(local));
+    vec![GroupBlocks { group: 0, first: 0, remote_first: 0, tokens, remote, local }]
 }
 
 pub(crate) fn lease_of(n: u64, lease: u64) -> LeaseRef {
@@ -333,25 +342,35 @@ fn link_line(link: LinkId) -> String {
     }
 }
 
+/// A load by its number; the part of a further source with its place.
+fn pull_line(pull: PullId) -> String {
+    if pull.source == 0 { pull.load.0.to_string() } else { format!("{}/{}", pull.load.0, pull.source) }
+}
+
 /// A decision in a line, such as `d0: read done 5/1`.
 pub(crate) fn line(decision: &Decision) -> String {
     match decision {
-        Decision::ShakeHands { peer } => format!("shake hands with {}", peer.incarnation.get()),
+        Decision::ShakeHands { key } => {
+            let of = if key.source == 0 { String::new() } else { format!(" for source {}", key.source) };
+            format!("shake hands with {}{of}", key.peer.incarnation.get())
+        }
         Decision::Connect { link, .. } => format!("connect {}", link_line(*link)),
         Decision::Disconnect { link } => format!("disconnect {}", link_line(*link)),
         Decision::Send { link, message } => format!("{}: {}", link_line(*link), message_line(message)),
-        Decision::Read { load, link, parts } => {
+        Decision::Read { pull, link, parts } => {
             let bytes: u64 = parts.iter().flat_map(|p| &p.ranges).map(|r| r.len).sum();
-            format!("{}: read {bytes} bytes for {}", link_line(*link), load.0)
+            format!("{}: read {bytes} bytes for {}", link_line(*link), pull_line(*pull))
         }
-        Decision::CancelRead { load } => format!("cancel {}", load.0),
+        Decision::CancelRead { pull } => format!("cancel {}", pull_line(*pull)),
         Decision::CheckSelf => "check self".to_owned(),
         Decision::Digest { of, groups } => {
             let blocks: Vec<u32> = groups.iter().flat_map(|group| group.blocks.iter()).map(|b| b.0).collect();
             let blocks =
                 if blocks.len() > 8 { format!("{} blocks", blocks.len()) } else { format!("{blocks:?}") };
             match of {
-                DigestOf::Load { load, from } => format!("digest {blocks} for {} from {from}", load.0),
+                DigestOf::Pull { pull, from } => {
+                    format!("digest {blocks} for {} from {from}", pull_line(*pull))
+                }
                 DigestOf::Question(number) => format!("digest {blocks} for question {number}"),
             }
         }
@@ -400,12 +419,12 @@ impl Rig {
     }
 
     pub(crate) fn shaken(&mut self, now: u64, n: u64) -> Vec<String> {
-        self.take(now, Fact::HandshakeEnded { peer: peer(n), result: Ok(card(n)) })
+        self.take(now, Fact::HandshakeEnded { key: SourceKey::first(peer(n)), result: Ok(card(n)) })
     }
 
     pub(crate) fn not_shaken(&mut self, now: u64, n: u64) -> Vec<String> {
         let failure = Failure::new(LoadFailure::HandshakeUnreachable, "nobody there");
-        self.take(now, Fact::HandshakeEnded { peer: peer(n), result: Err(failure) })
+        self.take(now, Fact::HandshakeEnded { key: SourceKey::first(peer(n)), result: Err(failure) })
     }
 
     pub(crate) fn connected(&mut self, now: u64, link: u64) -> Vec<String> {
@@ -421,12 +440,12 @@ impl Rig {
     }
 
     pub(crate) fn read_ended(&mut self, now: u64, load: u64) -> Vec<String> {
-        self.take(now, Fact::ReadEnded { load: LoadId(load), result: Ok(()) })
+        self.take(now, Fact::ReadEnded { pull: PullId::first(LoadId(load)), result: Ok(()) })
     }
 
     pub(crate) fn read_failed(&mut self, now: u64, load: u64, reason: LoadFailure) -> Vec<String> {
         let result = Err(Failure::new(reason, "transport"));
-        self.take(now, Fact::ReadEnded { load: LoadId(load), result })
+        self.take(now, Fact::ReadEnded { pull: PullId::first(LoadId(load)), result })
     }
 
     pub(crate) fn digested(&mut self, now: u64, of: DigestOf, digests: &[u64]) -> Vec<String> {

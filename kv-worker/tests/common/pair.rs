@@ -4,17 +4,15 @@
 //! It also keeps the books that the machines are judged by: whose bytes a block holds, and whose block it is.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::Arc;
 
 use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
 use kv_proto::{
-    BlockId, BlockList, LoadFailure, LoadId, PeerLocator, Plan, RemotePrefill, Report, RequestId, Topology,
-    TransferParams,
+    BlockId, BlockList, LoadFailure, LoadId, Plan, RemotePrefill, Report, RequestId, Topology, TransferParams,
 };
 use kv_sched::{HoldId, LoadResult, RequestEnd, SchedConfig, SchedEvent, Scheduler, Verdict};
 use kv_transport::ReadPart;
 use kv_worker::Failure;
-use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId};
+use kv_worker::machine::io::{Decision, DigestOf, Fact, LinkId, PullId, SourceKey};
 use kv_worker::machine::worker::WorkerMachine;
 
 use super::{BLOCKS, accepted, at, card, engine, life, limits, machine_with, ms};
@@ -34,7 +32,7 @@ fn sched(name: &str, n: u64) -> Scheduler {
         port: n as u16,
         block_tokens: 4,
         blocks: BLOCKS,
-        groups: 1,
+        groups: vec![kv_proto::GroupKind::Full],
         lease_ttl: ms(1_000),
         lease_renewal: ms(800),
         lease_max: ms(4_000),
@@ -122,7 +120,7 @@ pub(crate) struct Pair {
     /// Open connections: D's number and P's.
     pub(crate) links: BTreeMap<u64, u64>,
     next_accepted: u64,
-    pub(crate) dials: VecDeque<Arc<PeerLocator>>,
+    pub(crate) dials: VecDeque<SourceKey>,
     pub(crate) wire: VecDeque<Flight>,
     pub(crate) reads: BTreeMap<u64, (u64, Vec<ReadPart>)>,
     pub(crate) cancelled: BTreeSet<u64>,
@@ -269,7 +267,7 @@ impl Pair {
     fn carry_out(&mut self, p: bool, out: Vec<Decision>) {
         for decision in out {
             match decision {
-                Decision::ShakeHands { peer } => self.dials.push_back(peer),
+                Decision::ShakeHands { key } => self.dials.push_back(key),
                 Decision::Connect { link: LinkId::Dialled(link), address } => {
                     if u64::from(address.as_bytes()[0]) == self.p_life + 1 {
                         let theirs = self.next_accepted;
@@ -292,14 +290,16 @@ impl Pair {
                         self.wire.push_back(Flight { to_p: !p, link, bytes: message.encode().unwrap() });
                     }
                 }
-                Decision::Read { load, link, parts } => match self.dialled(link) {
-                    Some(link) => assert!(self.reads.insert(load.0, (link, parts)).is_none(), "read twice"),
+                Decision::Read { pull, link, parts } => match self.dialled(link) {
+                    Some(link) => {
+                        assert!(self.reads.insert(pull.load.0, (link, parts)).is_none(), "read twice")
+                    }
                     None => {
                         let result = Err(Failure::new(LoadFailure::PeerLost, "gone"));
-                        self.fact(false, Fact::ReadEnded { load, result });
+                        self.fact(false, Fact::ReadEnded { pull, result });
                     }
                 },
-                Decision::CancelRead { load } => drop(self.cancelled.insert(load.0)),
+                Decision::CancelRead { pull } => drop(self.cancelled.insert(pull.load.0)),
                 Decision::CheckSelf => {}
                 Decision::Digest { of, groups } => self.digests.push_back((p, of, groups)),
                 Decision::Connect { link, .. } => panic!("{link:?} is not ours to make"),
@@ -347,7 +347,7 @@ impl Pair {
             }
         }
         let result = result.map_err(|reason| Failure::new(reason, "paper"));
-        self.fact(false, Fact::ReadEnded { load: LoadId(load), result });
+        self.fact(false, Fact::ReadEnded { pull: PullId::first(LoadId(load)), result });
     }
 
     /// As a read that ended well, with a wrong byte that the transport does not know of.
@@ -372,15 +372,15 @@ impl Pair {
 
     /// A handshake ends: with P's card, if P is who is wanted and can be reached.
     pub(crate) fn end_dial(&mut self, reachable: bool) {
-        let Some(peer) = self.dials.pop_front() else { return };
+        let Some(key) = self.dials.pop_front() else { return };
         let result = if !reachable {
             Err(Failure::new(LoadFailure::HandshakeUnreachable, "nobody there"))
-        } else if peer.incarnation == life(self.p_life) {
+        } else if key.peer.incarnation == life(self.p_life) {
             Ok(card(self.p_life))
         } else {
             Err(Failure::new(LoadFailure::WrongPeer, "another life"))
         };
-        self.fact(false, Fact::HandshakeEnded { peer, result });
+        self.fact(false, Fact::HandshakeEnded { key, result });
     }
 
     /// A message arrives; `index` counts those on their way, and order is not promised.

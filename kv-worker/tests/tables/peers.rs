@@ -2,7 +2,7 @@
 
 use kv_proto::ReleaseReason;
 use kv_proto::message::{HelloRefusal, WorkerMessage};
-use kv_worker::machine::io::Fact;
+use kv_worker::machine::io::{Fact, SourceKey};
 
 use super::bench::Bench;
 use super::chart::{Chart, Input};
@@ -29,9 +29,11 @@ unknown --wanted--> Dialling --card fits--> Connecting --connected--> Greeting -
                        +--------------------------------------------lost after a while--------+";
 
 fn describe(all: &str) -> String {
-    let Some((_, peer)) = entries(field(all, &["pulls", "peers", "peers"])).into_iter().next() else {
+    let Some((_, producer)) = entries(field(all, &["pulls", "peers", "producers"])).into_iter().next() else {
         return "unknown".to_owned();
     };
+    // It has one worker, so that there is one source.
+    let peer = entries(field(producer, &["sources"])).into_iter().next().map_or("", |(peer, _)| peer);
     let wanted = ["claims", "releases"].iter().any(|name| !entries(field(peer, &[name])).is_empty());
     let wanted = wanted || field(peer, &["users"]) != "0";
     format!("{}{}", variant(field(peer, &["state"])), if wanted { "" } else { ", unwanted" })
@@ -56,7 +58,9 @@ fn not_shaken(b: &mut Bench) -> Vec<String> {
 fn unfit_card(b: &mut Bench) -> Vec<String> {
     let mut card = card(1);
     card.workers[0].transports[0].name = "other".to_owned();
-    b.step(|rig, now| rig.take(now, Fact::HandshakeEnded { peer: peer(1), result: Ok(card) }))
+    b.step(|rig, now| {
+        rig.take(now, Fact::HandshakeEnded { key: SourceKey::first(peer(1)), result: Ok(card) })
+    })
 }
 
 fn connected(b: &mut Bench) -> Vec<String> {

@@ -1,7 +1,7 @@
 //! The table of a pull.
 
 use kv_proto::LoadId;
-use kv_worker::machine::io::DigestOf;
+use kv_worker::machine::io::{DigestOf, PullId};
 
 use super::bench::{Bench, STEP_MS};
 use super::chart::{Chart, Input, Machine};
@@ -34,7 +34,7 @@ fn describe(all: &str) -> String {
         let state = field(pull, &["state"]);
         let doomed = variant(state) == "Reading" && field(state, &["doomed"]) != "None";
         let name = format!("{}{}", variant(state), if doomed { ", doomed" } else { "" });
-        match load {
+        match field(load, &["load"]) {
             "LoadId(1)" => own = Some(name),
             _ => twin = format!("; twin {name}"),
         }
@@ -76,7 +76,9 @@ fn read(b: &mut Bench) -> Vec<String> {
 }
 
 fn digested(b: &mut Bench) -> Vec<String> {
-    b.step(|rig, now| rig.digested(now, DigestOf::Load { load: LoadId(1), from: 0 }, &[70, 71]))
+    b.step(|rig, now| {
+        rig.digested(now, DigestOf::Pull { pull: PullId::first(LoadId(1)), from: 0 }, &[70, 71])
+    })
 }
 
 fn cancelled(b: &mut Bench) -> Vec<String> {
