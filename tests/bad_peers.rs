@@ -41,17 +41,28 @@ fn engines_that_do_not_fit_are_refused_with_every_field_that_differs() {
         &mut world,
         "r",
         LoadFailure::Incompatible,
-        &[
-            "model: ours toy, theirs another toy",
-            "ranks: ours 1, theirs 2",
-            "regions: ours 2, theirs 3",
-            "region_shapes: ours key_value 2 heads x 4 f16 = 64 bytes a block, theirs key_value 4 heads x 4 f16 \
-             = 128 bytes a block",
-            "layers_sha256: ours ",
-        ],
+        &["model: ours toy, theirs another toy"],
     );
     let refused = world[other].sched.stats().handshakes.refused;
     assert_eq!(refused.keys().collect::<Vec<_>>(), [&RefusalCode::Incompatible]);
+    world.hand_over(P, D, "next");
+}
+
+// H-4, R045
+#[test]
+fn a_cache_that_cannot_be_brought_into_ours_is_refused_with_both_values() {
+    let mut world = pair();
+    let brief = |name| Config { lease_ttl_ms: 500, lease_renewal_ms: 500, ..config(name) };
+    let wide = world.add(Shape { heads: 4, config: brief("wide"), ..Shape::named("wide") });
+    let offer = world.prefill(wide, "r", 11, &[7, 3, 4]);
+    world.begin_load(D, "r", &offer, &[2, 9, 1]);
+    let words = ["layer layers.0: heads over all ranks ours 2, theirs 4"];
+    refuse_load(&mut world, "r", LoadFailure::Incompatible, &words);
+    let thin = world.add(Shape { layers: 1, config: brief("thin"), ..Shape::named("thin") });
+    let offer = world.prefill(thin, "s", 11, &[7, 3, 4]);
+    world.begin_load(D, "s", &offer, &[2, 9, 1]);
+    let words = ["layer layers.1: ours has key_value, theirs has nothing"];
+    refuse_load(&mut world, "s", LoadFailure::Incompatible, &words);
     world.hand_over(P, D, "next");
 }
 
@@ -108,13 +119,13 @@ fn outer(service: &'static str, version: u32) -> Vec<u8> {
 fn a_producer_that_answers_nonsense_costs_only_its_own_load() {
     let mut world = pair();
     let cases: [(Vec<u8>, LoadFailure, &str); 5] = [
-        (outer("kv-connector", 99), LoadFailure::Incompatible, "protocol version: ours 1, theirs 99"),
+        (outer("kv-connector", 99), LoadFailure::Incompatible, "protocol version: ours 2, theirs 99"),
         (
             outer("printer", 1),
             LoadFailure::HandshakeMalformed,
             "this is service \"printer\", not \"kv-connector\"",
         ),
-        (outer("kv-connector", 1), LoadFailure::HandshakeMalformed, "handshake answer cannot be decoded"),
+        (outer("kv-connector", 2), LoadFailure::HandshakeMalformed, "handshake answer cannot be decoded"),
         (vec![0xc1; 100], LoadFailure::HandshakeMalformed, "handshake cannot be decoded"),
         (Vec::new(), LoadFailure::HandshakeMalformed, "handshake cannot be decoded"),
     ];
@@ -208,7 +219,7 @@ fn garbage_on_the_handshake_port_does_not_disturb_a_hand_over() {
     );
     assert!(refused(&[&far]).contains("rank-3 asks, but its engine has 1 ranks"), "{}", refused(&[&far]));
     let newer = outer("kv-connector", 99);
-    assert!(refused(&[&newer]).contains("protocol version: producer 1, consumer 99"));
+    assert!(refused(&[&newer]).contains("protocol version: producer 2, consumer 99"));
     // Too long to be read at all.
     let oversized = zmq::Context::new().socket(zmq::DEALER).unwrap();
     oversized.set_linger(0).unwrap();

@@ -76,7 +76,6 @@ impl Shape {
             groups: 1,
             block_tokens: 4,
             heads: 2,
-            heads_total: 0,
             gap: 16,
             valve: false,
             spoil: None,
@@ -102,7 +101,7 @@ impl Shape {
             block_bytes,
             dtype: Dtype::F16,
             heads: self.heads,
-            heads_total: 0,
+            heads_total: self.heads * self.ranks,
             head_size: HEAD_SIZE,
         };
         BlockLayout {

@@ -138,7 +138,7 @@ fn firsts(value: Option<Value>, groups: usize) -> Result<Vec<u32>, ParamsError> 
 }
 
 /// Digests of shorter prefixes. They only say what may be read of an offer, so that wrong ones cost a load at most.
-fn prefix_marks(value: Option<Value>, tokens: u32) -> Result<PrefixMarks, ParamsError> {
+fn prefix_marks(value: Option<Value>) -> Result<PrefixMarks, ParamsError> {
     const FIELD: &str = "kv_connector.marks";
     const DIGESTS: &str = "kv_connector.marks.digests";
     let object = match value {
@@ -160,10 +160,8 @@ fn prefix_marks(value: Option<Value>, tokens: u32) -> Result<PrefixMarks, Params
             });
         }
     };
-    // No mark may stand for more than is offered.
-    let limit = ((tokens / every) as usize).min(marks::MARKS_MAX);
-    if items.len() > limit {
-        return Err(ParamsError::TooMany { field: DIGESTS, got: items.len(), limit });
+    if items.len() > marks::MARKS_MAX {
+        return Err(ParamsError::TooMany { field: DIGESTS, got: items.len(), limit: marks::MARKS_MAX });
     }
     let digest = |item: &Value| {
         let digits = item.as_str().filter(|text| text.len() == 16);
@@ -314,7 +312,7 @@ impl RemotePrefill {
             got: shorten(&Value::String(incarnation)),
         })?;
         let firsts = firsts(extra.take("firsts"), blocks.len())?;
-        let marks = prefix_marks(extra.take("marks"), tokens)?;
+        let marks = prefix_marks(extra.take("marks"))?;
         let lease = match extra.take("lease") {
             None => None,
             Some(v) => Some(LeaseId(number(&v, "kv_connector.lease", 0, u64::MAX)?)),
@@ -385,6 +383,16 @@ impl RemotePrefill {
                 format!("{} (in {needed} blocks of {})", self.tokens, self.block_tokens),
                 "kv_connector.blocks",
                 block_count.to_string(),
+            );
+        }
+        // No mark may stand for more than is offered.
+        let marked = self.marks.digests.len() as u64 * u64::from(self.marks.every);
+        if marked > u64::from(self.tokens) && self.tokens > 0 {
+            return contradiction(
+                "kv_connector.marks",
+                format!("{marked} tokens"),
+                "kv_connector.tokens",
+                self.tokens.to_string(),
             );
         }
         match self.lease {

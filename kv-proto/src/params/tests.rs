@@ -303,7 +303,7 @@ fn groups_that_do_not_begin_at_the_start_and_marks_are_written_and_read_again() 
     assert!(refuse(|v| v["firsts"] = json!([0, -1])).starts_with("kv_connector.firsts is -1"));
     assert_eq!(
         refuse(|v| v["marks"]["every"] = json!(32)),
-        "kv_connector.marks.digests has 2 items, at most 1 are allowed"
+        "kv_connector.marks says 64 tokens, but kv_connector.tokens says 40"
     );
     assert_eq!(
         refuse(|v| v["marks"]["every"] = json!(0)),
