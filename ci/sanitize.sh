@@ -30,6 +30,11 @@ thread() {
         RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" \
         cargo +nightly test --locked --target "$target" --target-dir target/tsan \
         -p kv-transport --lib --test shm --test auto -- --skip t3_ --skip t6_
+    # Several connections of one peer, served by threads of their own, and requests that callers' threads write.
+    TSAN_OPTIONS="suppressions=$PWD/ci/tsan.supp halt_on_error=1" \
+        RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" \
+        cargo +nightly test --locked --target "$target" --target-dir target/tsan \
+        -p kv-transport --test tcp -- links:: shortcut::
     # The threads that copy. A fake driver is not instrumented, so CUDA has no place here.
     TSAN_OPTIONS="suppressions=$PWD/ci/tsan.supp halt_on_error=1" \
         RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" \

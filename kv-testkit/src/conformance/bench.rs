@@ -109,6 +109,15 @@ impl Bench {
     pub(super) fn pair(&self) -> Result<Pair, End> {
         let (server, client) = (self.node()?, self.node()?);
         let (peer, back) = client.link(&server)?;
+        let start = Instant::now();
+        while !self.harness.is_settled(&*client.transport, peer) {
+            check!(
+                T12,
+                start.elapsed() < client.patience,
+                "a pair does not become what it is to be tried as"
+            );
+            std::thread::yield_now();
+        }
         Ok(Pair { server, client, peer, back })
     }
 

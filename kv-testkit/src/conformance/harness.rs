@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_transport::{Address, Memory, RegionKey, Transport};
+use kv_transport::{Address, Memory, PeerId, RegionKey, Transport};
 
 /// A step that should have worked did not; what it says goes into the report.
 pub type HarnessError = Box<dyn Error + Send + Sync>;
@@ -107,6 +107,12 @@ pub trait Harness: Send + Sync {
     /// names none.
     fn harmless_bytes(&self, address: &Address) -> Range<usize> {
         0..address.as_bytes().len()
+    }
+
+    /// Whether a connection has become what the harness is about, for one that takes more than `Connected`. Each pair that
+    /// cases work with is waited for, and one that never gets there fails its case.
+    fn is_settled(&self, _transport: &dyn Transport, _peer: PeerId) -> bool {
+        true
     }
 
     /// After how long a peer that does nothing is given up as lost, if it is.

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use kv_transport::{OpId, ReadLimits};
+use kv_transport::{OpId, ReadError, ReadLimits};
 
 use super::bench::{Bench, Node, Pair, Place, contents, fill, is_filled, pattern, range};
 use super::case::{End, Outcome, broken, cases, check};
@@ -31,6 +31,19 @@ const WATCH: Duration = Duration::from_millis(200);
 /// What the next owner of a place writes: never zero, and another byte from turn to turn.
 fn mark(turn: u32) -> u8 {
     (turn % 250) as u8 + 1
+}
+
+/// Whether a read was ended: by a cancel, a limit or the loss of its peer. One that failed for a reason of its own tried
+/// nothing here.
+fn is_ended(result: &Result<(), ReadError>) -> bool {
+    matches!(
+        result,
+        Err(ReadError::Cancelled
+            | ReadError::TimedOut
+            | ReadError::Stalled
+            | ReadError::PeerLost(_)
+            | ReadError::Closed)
+    )
 }
 
 /// Where every read was over too early, nothing was tried.
@@ -98,7 +111,7 @@ fn end_early(
         let op = pair.client.read_within(pair.peer, &source.key, place.region, ranges, limits(&mut dice))?;
         end(&pair.client, op, &mut dice)?;
         let outcome = pair.client.cancelled(op)?;
-        early += u32::from(outcome.result.is_err());
+        early += u32::from(is_ended(&outcome.result));
         watch.give_away(place, mark(turn))?;
     }
     // What comes behind on the same connection: when it is here, so is all that was before it.
@@ -177,7 +190,7 @@ fn t3_the_next_read_into_a_cancelled_ones_place_is_whole(bench: &Bench) -> Outco
         let op = pair.client.read(pair.peer, &sources[0].key, place.region, whole.clone())?;
         wait_a_moment(&mut dice);
         pair.client.transport.cancel(op);
-        early += u32::from(pair.client.cancelled(op)?.result.is_err());
+        early += u32::from(is_ended(&pair.client.cancelled(op)?.result));
         let outcome = pair.client.fetch(pair.peer, &sources[1].key, place.region, whole.clone())?;
         check!(T3, outcome.result == Ok(()), "the next read ended with {:?}", outcome.result);
         check!(T3, contents(&place.memory) == sources[1].bytes, "turn {turn}: bytes of the read before");
@@ -201,7 +214,7 @@ fn sever(bench: &Bench, times: u32, sever: impl Fn(&Pair) -> Outcome) -> Outcome
         wait_a_moment(&mut Dice::new(u64::from(turn)));
         sever(&pair)?;
         for (index, (op, place)) in reads.into_iter().enumerate() {
-            early += u32::from(pair.client.completion(op)?.result.is_err());
+            early += u32::from(is_ended(&pair.client.completion(op)?.result));
             watch.give_away(place, (turn % 60) as u8 * 4 + index as u8)?;
         }
         watch.check()?;
@@ -232,7 +245,7 @@ fn t3_read_from_a_killed_peer_writes_nothing_later(bench: &Bench) -> Outcome {
         away.remote.kill()?;
         let outcome = away.node.completed_within(op, away.node.patience);
         let outcome = outcome.ok_or_else(|| broken!(T6, "the read from a killed peer does not end"))?;
-        early += u32::from(outcome.result.is_err());
+        early += u32::from(is_ended(&outcome.result));
         watch.give_away(place, mark(turn))?;
         watch.check()?;
         if watch.0.len() > 2 {
@@ -256,7 +269,7 @@ fn t3_read_over_a_cut_link_writes_nothing_later(bench: &Bench) -> Outcome {
         link.cut()?;
         let outcome = client.completed_within(op, client.patience);
         let outcome = outcome.ok_or_else(|| broken!(T6, "a read over a cut link does not end"))?;
-        early += u32::from(outcome.result.is_err());
+        early += u32::from(is_ended(&outcome.result));
         watch.give_away(place, mark(turn))?;
         watch.check()?;
         if watch.0.len() > 2 {
@@ -287,6 +300,19 @@ fn t3_successful_read_writes_nothing_later(bench: &Bench) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_reads_that_were_ended_count_as_such() {
+        let lost = ReadError::PeerLost(kv_transport::LossReason::Silent);
+        for ended in [ReadError::Cancelled, ReadError::TimedOut, ReadError::Stalled, lost, ReadError::Closed]
+        {
+            assert!(is_ended(&Err(ended)));
+        }
+        for own in [ReadError::UnknownKey, ReadError::RemoteRange, ReadError::RemoteDevice] {
+            assert!(!is_ended(&Err(own)));
+        }
+        assert!(!is_ended(&Ok(())));
+    }
 
     #[test]
     fn owners_write_other_bytes_from_turn_to_turn_however_many_there_are() {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kv_transport::tcp::{TcpConfig, TcpTransport};
-use kv_transport::{Address, Transport};
+use kv_transport::{Address, PeerId, Transport};
 
 use super::{ChildPeer, Harness, HarnessError, Link, Remote, Unavailable};
 
@@ -65,6 +65,11 @@ impl Harness for TcpHarness {
 
     fn harmless_bytes(&self, _address: &Address) -> Range<usize> {
         HOSTLESS
+    }
+
+    fn is_settled(&self, transport: &dyn Transport, peer: PeerId) -> bool {
+        let several = format!("{} connections", self.connections_per_peer);
+        self.connections_per_peer == 1 || transport.lane(peer).is_some_and(|lane| lane == several)
     }
 
     fn silence_limit(&self) -> Option<Duration> {

@@ -187,3 +187,116 @@ impl Prepared<'_> {
         posts.wakes.is_some_and(|wakes| alarm < wakes)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+    use std::time::Duration;
+
+    use tokio::net::TcpStream;
+
+    use super::*;
+    use crate::contract::{Event, OpId, ReadLimits, ReadPart, ReadRange, ReadRequest};
+    use crate::memory::Memory;
+    use crate::stream::connection::Connection;
+    use crate::stream::frame::{EndCode, HEADER_BYTES, Header, PREFACE_BYTES, Preface};
+    use crate::stream::shared::Shared;
+    use crate::tcp::TcpConfig;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+    /// Ranges of a read, and bytes of each. They are apart, so that each stands in the request.
+    const RANGES: u64 = 64;
+    const BYTES: u64 = 8;
+
+    /// Two ends of a connection whose buffers take next to nothing.
+    fn narrow() -> (Socket, std::net::TcpStream) {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let far = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        far.set_recv_buffer_size(1).unwrap();
+        let address: SocketAddr = listener.local_addr().unwrap();
+        far.connect(&address.into()).unwrap();
+        let near = listener.accept().unwrap().0;
+        socket2::SockRef::from(&near).set_send_buffer_size(1).unwrap();
+        near.set_nonblocking(true).unwrap();
+        let far = std::net::TcpStream::from(far);
+        far.set_read_timeout(Some(LIMIT)).unwrap();
+        (Socket::Tcp(TcpStream::from_std(near).unwrap()), far)
+    }
+
+    /// Answers requests until as many have come. Each byte says which request it is of.
+    fn answer(mut far: std::net::TcpStream, count: usize, granted: ServeLimits) -> std::net::TcpStream {
+        let mut preface = [0; PREFACE_BYTES];
+        far.read_exact(&mut preface).unwrap();
+        for number in 1..=count {
+            let mut head = [0; HEADER_BYTES];
+            far.read_exact(&mut head).unwrap();
+            let Ok(Header::Read { chunk, len }) = Header::decode(&head, granted) else { panic!("{head:?}") };
+            assert!(is_posted(chunk), "request {number} went the ordinary way");
+            let mut body = vec![0; len as usize];
+            far.read_exact(&mut body).unwrap();
+            let read = crate::stream::frame::decode_read(&body, granted).unwrap();
+            assert_eq!(read.ranges.len() as u64, RANGES);
+            let len = (RANGES * BYTES) as u32;
+            far.write_all(&Header::Data { chunk, len }.encode()).unwrap();
+            far.write_all(&vec![number as u8; len as usize]).unwrap();
+            far.write_all(&Header::End { chunk, code: EndCode::Done }.encode()).unwrap();
+        }
+        far
+    }
+
+    #[tokio::test]
+    async fn what_the_socket_did_not_take_of_a_request_follows_and_the_read_completes() {
+        let (near, far) = narrow();
+        let shared = Arc::new(Shared::new(TcpConfig::default().limits(), None));
+        let link = shared.accepted(None).unwrap();
+        let (peer, shortcut) = (link.peer, Arc::clone(&link.shortcut));
+        let granted = ServeLimits { chunk_queue: 128, chunk_bytes: 1 << 20, chunk_ranges: 1024 };
+        let own = Preface { limits: granted, further: 0, nonce: [1; 16], expected: [0; 16] };
+        let connection = Connection::new(Arc::clone(&shared), link);
+        let task = tokio::spawn(connection.run_accepted(near, own, granted));
+        let start = Instant::now();
+        let is_idle = || {
+            let posts = shortcut.lock();
+            posts.idle && posts.socket.is_some()
+        };
+        while !is_idle() {
+            assert!(start.elapsed() < LIMIT);
+            tokio::task::yield_now().await;
+        }
+
+        let memory = Memory::allocate(1 << 20).unwrap();
+        let region = shared.register(memory.clone(), 7).unwrap();
+        let key = shared.key(region).unwrap();
+        let limits = ReadLimits { total: LIMIT, stall: LIMIT };
+        // The task runs in this thread and so not now: what a post leaves stays where it can be seen.
+        let (mut count, mut rest) = (0, 0);
+        while rest == 0 {
+            count += 1;
+            assert!(count <= u64::from(POSTED_MAX), "the socket took everything");
+            let range = |index| ReadRange {
+                remote_offset: index * 2 * BYTES,
+                local_offset: (count * RANGES + index) * 2 * BYTES,
+                len: BYTES,
+            };
+            let part = ReadPart { key: key.clone(), region, ranges: (0..RANGES).map(range).collect() };
+            shared.read(ReadRequest { op: OpId(count), peer, parts: vec![part], limits }).unwrap();
+            rest = shortcut.lock().rest.len();
+        }
+
+        let far = std::thread::spawn(move || answer(far, count as usize, granted));
+        assert_eq!(shared.next_event().await, Some(Event::Accepted { peer }));
+        for op in 1..=count {
+            let event = tokio::time::timeout(LIMIT, shared.next_event()).await.unwrap();
+            let Some(Event::ReadCompleted { op: ended, outcome }) = event else { panic!("{event:?}") };
+            assert_eq!((ended, outcome.result), (OpId(op), Ok(())), "{rest} bytes were left");
+            let mut bytes = [0; BYTES as usize];
+            for index in 0..RANGES {
+                memory.read((op * RANGES + index) * 2 * BYTES, &mut bytes).unwrap();
+                assert_eq!(bytes, [op as u8; BYTES as usize], "read {op}, range {index}");
+            }
+        }
+        drop(far.join().unwrap());
+        tokio::time::timeout(LIMIT, task).await.unwrap().unwrap();
+    }
+}

@@ -64,7 +64,9 @@ pub struct TcpConfig {
     /// How long one who connects may take to say who it is. Default 5 s.
     pub handshake_limit: Duration,
     /// Most peers at a time. One that was lost counts until its loss has been taken with `next_event`.
-    /// Default 1024. Each may have up to 8 connections, and each of these costs a descriptor.
+    /// Default 1024. It bounds peers and not connections: each may have up to 8, whatever
+    /// `connections_per_peer` says here, so there are up to 8 times as many, each with a descriptor. Beside them up to 256 may be
+    /// open that have not said yet who they are, each for `handshake_limit`; more wait to be accepted.
     pub peers_max: usize,
 }
 

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::address::Life;
+use super::address::{Endpoint, Life};
 use super::fabric::Mapped;
 use super::frame::{Frame, Window};
 use super::plan::{Cursor, Plan};
@@ -18,12 +18,28 @@ use crate::error::{LossReason, ReadError};
 #[derive(Debug)]
 pub(super) enum Phase {
     /// Hello was sent.
-    Connecting { deadline: Instant },
+    Connecting { deadline: Instant, again: Again },
     /// Both sides know each other.
     Open,
     /// It is over, and its loss is told when nothing read from it is still on its way: by itself until `by`, then
     /// by force.
     Leaving { reason: LossReason, by: Instant },
+}
+
+/// How to try once more, and how often that may be.
+#[derive(Debug)]
+pub(super) struct Again {
+    pub(super) endpoint: Endpoint,
+    pub(super) tries: u32,
+}
+
+/// Endpoints that a connection is tried with, if one after the other fails.
+const CONNECT_TRIES: u32 = 4;
+
+impl Again {
+    pub(super) fn new(endpoint: Endpoint) -> Self {
+        Self { endpoint, tries: CONNECT_TRIES }
+    }
 }
 
 /// Regions that a peer is reading from: number, nonce and the memory, which they keep.
@@ -57,6 +73,11 @@ pub(super) struct Conn {
     pub(super) opened: usize,
     pub(super) gets: usize,
     pub(super) get_bytes: u64,
+    /// UCX would emulate gets here, so the owner is asked to send instead.
+    pub(super) by_message: bool,
+    /// What it was asked for and has not sent.
+    pub(super) fetches: usize,
+    pub(super) fetch_bytes: u64,
     pub(super) pins: HashMap<u64, Pins>,
 }
 
@@ -83,6 +104,9 @@ impl Conn {
             opened: 0,
             gets: 0,
             get_bytes: 0,
+            by_message: false,
+            fetches: 0,
+            fetch_bytes: 0,
             pins: HashMap::new(),
         }
     }
@@ -111,6 +135,10 @@ pub(super) enum LinkPhase {
     Open,
     /// Nobody needs it any more; last words are on their way, for which it is kept until then.
     Draining {
+        by: Instant,
+    },
+    /// Made in search of another. A hello may still come by it until then.
+    Spare {
         by: Instant,
     },
     /// It is being closed by force, which must have ended its reads until then.
@@ -162,7 +190,10 @@ pub(super) struct Op {
     pub(super) plan: Plan,
     pub(super) cursor: Cursor,
     pub(super) rkeys: Vec<Rc<Rkey>>,
+    /// Gets that UCX has not ended: they may still write.
     pub(super) outstanding: usize,
+    /// Fetches that have not been answered in full. What comes for them is written by nobody but us.
+    pub(super) fetches: usize,
     pub(super) stage: Stage,
     pub(super) deadline: Instant,
     pub(super) stall: Duration,
@@ -177,6 +208,16 @@ impl Op {
             _ => self.deadline.min(after(self.last_byte, self.stall)),
         }
     }
+}
+
+/// What an owner was asked to send.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Fetch {
+    pub(super) serial: u64,
+    pub(super) peer: PeerId,
+    pub(super) len: u64,
+    /// Bytes that have not come yet.
+    pub(super) left: u64,
 }
 
 /// What was posted, until UCX says that it has ended.

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::conn::{Conn, Link, LinkPhase, Op, Phase, Post};
+use super::address::Endpoint;
+use super::conn::{Again, Conn, Fetch, Link, LinkPhase, Op, Phase, Post};
 use super::frame::{Body, Frame, Window};
 use super::home::Sign;
 use super::shared::{AcceptedRead, Command, Shared, after};
 use super::status;
 use super::worker::{EpId, PostId, Told, Worker};
-use super::{address::Endpoint, lanes};
 use crate::contract::PeerId;
 use crate::error::{LossReason, ReadError, TransportError};
 
@@ -37,6 +37,8 @@ pub(super) struct Engine {
     pub(super) links: HashMap<EpId, Link>,
     pub(super) posts: HashMap<PostId, Post>,
     pub(super) ops: BTreeMap<u64, Op>,
+    pub(super) fetches: HashMap<u64, Fetch>,
+    pub(super) fetch_numbers: u64,
     /// Nothing has to be done about time before this.
     pub(super) alarm: Instant,
     closing: Option<Instant>,
@@ -56,7 +58,7 @@ impl Drop for Finish {
 /// How long the end waits for reads to end by themselves; then the worker is destroyed.
 const QUIET_AT_END: Duration = Duration::from_secs(1);
 /// Frames that may wait to leave by one endpoint.
-const SENDS_MAX: usize = 16_384;
+pub(super) const SENDS_MAX: usize = 16_384;
 /// Reads of connections that are over which an endpoint may still keep memory for.
 const PINS_MAX: usize = 4096;
 
@@ -71,6 +73,8 @@ impl Engine {
             links: HashMap::new(),
             posts: HashMap::new(),
             ops: BTreeMap::new(),
+            fetches: HashMap::new(),
+            fetch_numbers: 0,
             alarm: Instant::now(),
             closing: None,
             burnt: false,
@@ -166,7 +170,9 @@ impl Engine {
 
     fn command(&mut self, command: Command, now: Instant) {
         match command {
-            Command::Connect { peer, endpoint, deadline } => self.connect(peer, endpoint, deadline, now),
+            Command::Connect { peer, endpoint, deadline } => {
+                self.connect(peer, Again::new(endpoint), deadline, now);
+            }
             Command::Disconnect { peer } => self.leave(peer, LossReason::Disconnected, true, now),
             Command::Read(read) => self.add_read(read, now),
             Command::Cancel { serial } => self.end_op(serial, ReadError::Cancelled, now),
@@ -213,6 +219,7 @@ impl Engine {
             cursor: super::plan::Cursor::default(),
             rkeys: vec![],
             outstanding: 0,
+            fetches: 0,
             stage: super::conn::Stage::Waiting,
             deadline: after(submitted, limits.total),
             stall: limits.stall,
@@ -229,6 +236,7 @@ impl Engine {
                 Some(frame) => self.frame(reply_to, frame, now),
                 None => tracing::debug!("a message of no kind that is known here was ignored"),
             },
+            Told::Landed { token, fetch, bytes, fits } => self.landed(token, fetch, bytes, fits, now),
             Told::Failed { ep, status } => {
                 tracing::debug!(ep, status, "an endpoint failed");
                 self.fail_link(ep, status, now);
@@ -260,44 +268,6 @@ impl Engine {
 
     // Connections.
 
-    fn connect(&mut self, peer: PeerId, endpoint: Endpoint, deadline: Instant, now: Instant) {
-        if endpoint.home.is_over(&endpoint.life) {
-            let reason = LossReason::Unreachable { kind: std::io::ErrorKind::ConnectionRefused, code: None };
-            return self.shared.lose(peer, reason);
-        }
-        self.alarm = self.alarm.min(deadline);
-        let (ep, token) = match (self.worker.create_ep(&endpoint.worker), getrandom::u64()) {
-            (Ok(ep), Ok(token)) => (ep, token),
-            (Ok(ep), Err(_)) => {
-                self.links.insert(ep, Link::new(None));
-                return self.shared.lose(peer, LossReason::Closed);
-            }
-            (Err(status), _) => return self.shared.lose(peer, status::unreachable(status)),
-        };
-        let conn = Conn::new(ep, endpoint.life, token, Phase::Connecting { deadline }, now);
-        self.conns.insert(peer, conn);
-        self.tokens.insert(token, peer);
-        self.links.insert(ep, Link::new(Some(peer)));
-        let (expected, window, address) = (endpoint.life, self.window(), self.own.clone());
-        let hello = Frame { token: 0, body: Body::Hello { expected, token, window, address } };
-        self.post_frame(ep, hello.encode(), true, None);
-    }
-
-    pub(super) fn window(&self) -> Window {
-        Window { messages: self.shared.config.incoming_max, bytes: self.shared.config.incoming_bytes }
-    }
-
-    /// Both sides know each other.
-    pub(super) fn opened(&mut self, peer: PeerId, now: Instant) {
-        let Some(conn) = self.conns.get_mut(&peer) else { return };
-        conn.phase = Phase::Open;
-        conn.heard = now;
-        let found = self.worker.info(conn.ep).map(|info| lanes::parse(&info)).unwrap_or_default();
-        tracing::info!(%peer, lanes = ?found, "connected over UCX");
-        self.shared.set_lanes(peer, found);
-        self.alarm = self.alarm.min(after(now, self.shared.config.keep_alive));
-    }
-
     /// Ends a connection. Politely the peer is told, and what is on its way may still come.
     pub(super) fn leave(&mut self, peer: PeerId, reason: LossReason, politely: bool, now: Instant) {
         let Some(conn) = self.conns.get(&peer) else {
@@ -321,6 +291,13 @@ impl Engine {
         let gets = conn.gets;
         // Those that wait for nothing end with the peer; the others when UCX has said their last word.
         self.ops.retain(|_, op| op.peer != peer || op.outstanding > 0);
+        self.fetches.retain(|number, fetch| {
+            let stays = fetch.peer != peer;
+            if !stays {
+                self.worker.forget(*number);
+            }
+            stays
+        });
         if !politely && gets > 0 {
             self.force(ep, now);
         }
@@ -359,6 +336,9 @@ impl Engine {
         }
         let peers = self.links.get(&ep).map(|link| link.peers.clone()).unwrap_or_default();
         for peer in peers {
+            if self.connect_again(peer, now) {
+                continue;
+            }
             let connecting =
                 self.conns.get(&peer).is_some_and(|conn| matches!(conn.phase, Phase::Connecting { .. }));
             let reason = if connecting { status::unreachable(status) } else { status::lost(status) };
@@ -369,7 +349,9 @@ impl Engine {
 
     /// Whether an endpoint is neither closed nor being closed.
     pub(super) fn is_usable(&self, ep: EpId) -> bool {
-        let usable = |link: &Link| matches!(link.phase, LinkPhase::Open | LinkPhase::Draining { .. });
+        let usable = |link: &Link| {
+            matches!(link.phase, LinkPhase::Open | LinkPhase::Draining { .. } | LinkPhase::Spare { .. })
+        };
         self.links.get(&ep).is_some_and(usable)
     }
 
@@ -415,6 +397,7 @@ impl Engine {
         for (ep, link) in &self.links {
             match link.phase {
                 LinkPhase::Draining { by } if link.sends == 0 || by <= now => due.push(*ep),
+                LinkPhase::Spare { by } if by <= now || self.closing.is_some() => due.push(*ep),
                 LinkPhase::Open if link.peers.is_empty() => due.push(*ep),
                 LinkPhase::Closing { by } if link.gets > 0 && by <= now => {
                     tracing::error!(
@@ -458,7 +441,17 @@ impl Engine {
             }
             return self.fail_link(ep, status::OVERRUN, Instant::now());
         }
-        match self.worker.send(ep, bytes, reply) {
+        let sent = self.worker.send(ep, bytes, reply);
+        self.posted(ep, sent, message);
+    }
+
+    pub(super) fn posted(
+        &mut self,
+        ep: EpId,
+        sent: Result<Option<PostId>, i8>,
+        message: Option<(PeerId, usize)>,
+    ) {
+        match sent {
             Ok(Some(post)) => {
                 self.posts.insert(post, Post::Send { ep, message });
                 if let Some(link) = self.links.get_mut(&ep) {
@@ -510,10 +503,10 @@ impl Engine {
             let Some(conn) = self.conns.get_mut(&peer) else { continue };
             let ep = conn.ep;
             match conn.phase {
-                Phase::Connecting { deadline } if deadline <= now => {
+                Phase::Connecting { deadline, .. } if deadline <= now => {
                     self.leave(peer, LossReason::ConnectTimedOut, false, now);
                 }
-                Phase::Connecting { deadline } => next = next.min(deadline),
+                Phase::Connecting { deadline, .. } => next = next.min(deadline),
                 Phase::Leaving { by, .. } if by <= now => self.force(ep, now),
                 Phase::Leaving { by, .. } => next = next.min(by),
                 Phase::Open if conn.is_silent(now, silence) => {
@@ -535,7 +528,7 @@ impl Engine {
         }
         for link in self.links.values() {
             match link.phase {
-                LinkPhase::Draining { by } => next = next.min(by),
+                LinkPhase::Draining { by } | LinkPhase::Spare { by } => next = next.min(by),
                 LinkPhase::Closing { by } if link.gets > 0 => next = next.min(by),
                 _ => {}
             }

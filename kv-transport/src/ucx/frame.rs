@@ -1,7 +1,7 @@
 //! What peers say to each other, each frame an active message.
 //!
 //! ```text
-//! frame:   "kv" | version u8 = 1 | kind u8 | 0 u32 | token of the receiver's connection u64 | body
+//! frame:   "kv" | version u8 = 2 | kind u8 | 0 u32 | token of the receiver's connection u64 | body
 //! Hello:   life expected 16 bytes | own token u64 | window messages u32 | window bytes u64 | own address
 //! Welcome: own token u64 | window messages u32 | window bytes u64
 //! Refuse:  why u8
@@ -12,18 +12,23 @@
 //! Opened:  ticket u64 | known u8
 //! Done:    ticket u64
 //! Held:    ticket u64 | held u8
+//! Fetch:   fetch u64 | ticket u64 | region u64, nonce u64 | offset u64 | length u64
+//! Bytes:   fetch u64 | place among those asked for u64; the bytes come beside the frame
 //! ```
 //!
 //! A reader opens the regions of a read before its first byte and says when it is done. In between the owner keeps
 //! their memory, whether or not they are deregistered: UCX emulates reads on many lanes by a copy at the owner, who
 //! must not be made to copy from memory that is gone. The answer to `Done` says whether the regions are still
 //! registered, and only then the read is good (rule T-9).
+//!
+//! Where UCX would emulate a get, the reader asks with `Fetch` and the owner sends with `Bytes`, so that neither depends
+//! on what UCX does when the other ends in the middle: it was seen to end the owner's process.
 
 use super::address::Life;
 
 use crate::contract::MESSAGE_MAX_BYTES;
 
-const TAG: [u8; 3] = *b"kv\x01";
+const TAG: [u8; 3] = *b"kv\x02";
 const HEADER_BYTES: usize = 16;
 
 /// Most regions that one read may touch at a peer.
@@ -46,6 +51,18 @@ pub(super) enum Refusal {
     Full = 2,
 }
 
+/// Bytes of a region that a reader has opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Wanted {
+    /// What the reader calls it.
+    pub(super) fetch: u64,
+    pub(super) ticket: u64,
+    pub(super) region: u64,
+    pub(super) nonce: u64,
+    pub(super) offset: u64,
+    pub(super) len: u64,
+}
+
 /// See the module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Body {
@@ -61,6 +78,8 @@ pub(super) enum Body {
     Opened { ticket: u64, known: bool },
     Done { ticket: u64 },
     Held { ticket: u64, held: bool },
+    Fetch(Wanted),
+    Bytes { fetch: u64, at: u64 },
 }
 
 /// A frame for one connection of the receiver.
@@ -159,6 +178,15 @@ impl Frame {
                 out.extend_from_slice(&ticket.to_le_bytes());
                 out.push(u8::from(word));
             }
+            Body::Fetch(Wanted { fetch, ticket, region, nonce, offset, len }) => {
+                for word in [fetch, ticket, region, nonce, offset, len] {
+                    out.extend_from_slice(&word.to_le_bytes());
+                }
+            }
+            Body::Bytes { fetch, at } => {
+                out.extend_from_slice(&fetch.to_le_bytes());
+                out.extend_from_slice(&at.to_le_bytes());
+            }
         }
         out
     }
@@ -207,6 +235,15 @@ impl Frame {
             10 => Body::Opened { ticket: rest.u64()?, known: rest.bool()? },
             11 => Body::Done { ticket: rest.u64()? },
             12 => Body::Held { ticket: rest.u64()?, held: rest.bool()? },
+            13 => Body::Fetch(Wanted {
+                fetch: rest.u64()?,
+                ticket: rest.u64()?,
+                region: rest.u64()?,
+                nonce: rest.u64()?,
+                offset: rest.u64()?,
+                len: rest.u64()?,
+            }),
+            14 => Body::Bytes { fetch: rest.u64()?, at: rest.u64()? },
             _ => return None,
         };
         rest.0.is_empty().then_some(Self { token, body })
@@ -228,6 +265,8 @@ impl Body {
             Self::Opened { .. } => 10,
             Self::Done { .. } => 11,
             Self::Held { .. } => 12,
+            Self::Fetch(_) => 13,
+            Self::Bytes { .. } => 14,
         }
     }
 }
@@ -255,6 +294,8 @@ mod tests {
             Body::Opened { ticket: 1, known: true },
             Body::Done { ticket: 1 },
             Body::Held { ticket: 1, held: false },
+            Body::Fetch(Wanted { fetch: 1, ticket: 2, region: 3, nonce: 4, offset: 5, len: 6 }),
+            Body::Bytes { fetch: 1, at: 2 },
         ];
         for body in all {
             let frame = Frame { token: 77, body };
@@ -272,7 +313,7 @@ mod tests {
     proptest! {
         #[test]
         fn no_bytes_panic_and_what_decodes_encodes_back(
-            kind in 0u8..14, tail in proptest::collection::vec(any::<u8>(), 0..80),
+            kind in 0u8..16, tail in proptest::collection::vec(any::<u8>(), 0..80),
         ) {
             let bytes = [&TAG[..], &[kind, 0, 0, 0, 0], &tail].concat();
             if let Some(frame) = Frame::decode(bytes.clone()) {

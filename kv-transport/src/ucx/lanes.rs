@@ -16,6 +16,15 @@ pub(super) fn parse(info: &str) -> Vec<String> {
     lanes
 }
 
+/// Lanes on which UCX cannot reach into another process's memory by itself: it emulates a get by messages.
+const EMULATED: [&str; 3] = ["tcp", "posix", "sysv"];
+
+/// Whether every one of these lanes would emulate a get. Of none nothing is known.
+pub(super) fn are_emulated(lanes: &[String]) -> bool {
+    let emulated = |lane: &String| EMULATED.contains(&lane.split_once('/').map_or(&**lane, |(name, _)| name));
+    !lanes.is_empty() && lanes.iter().all(emulated)
+}
+
 #[cfg(test)]
 mod tests {
     #[test]
@@ -25,6 +34,10 @@ mod tests {
             #   lane[1]:  1:tcp/eth0.0 md[1] -> md[1]/tcp rma_bw#1\n\
             #   lane[2]:  1:tcp/eth0.0 md[1] -> md[1]/tcp rma_bw#2\n";
         assert_eq!(super::parse(info), ["posix/memory", "tcp/eth0"]);
+        assert!(super::are_emulated(&super::parse(info)));
+        let word = |lane: &str| lane.to_owned();
+        assert!(!super::are_emulated(&[word("tcp/eth0"), word("rc_mlx5/mlx5_0:1")]));
+        assert!(!super::are_emulated(&[word("self/memory")]) && !super::are_emulated(&[]));
         assert!(super::parse("nothing of the kind\nlane[").is_empty());
     }
 }

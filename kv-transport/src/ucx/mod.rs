@@ -5,9 +5,12 @@
 //! a beginning and an end, between lives that know each other; flow control of messages; and the two questions that
 //! frame a read (rule T-9).
 //!
+//! Over TCP and shared memory UCX would emulate gets, and a reader that ends in the middle can then end the owner's process
+//! (seen with 1.13.1, 1.14.1, 1.16.0 and 1.18.1). There the owner is asked to send the bytes by active messages instead.
+//!
 //! # When a read has ended (rule T-3)
 //!
-//! UCX cannot cancel a get. A read that was cancelled or has run out of time asks for nothing more and completes when
+//! By messages, at any time: it is this thread that writes what comes. UCX cannot cancel a get. A read that was cancelled or has run out of time asks for nothing more and completes when
 //! every get that it has posted has ended by UCX's own word. If that takes longer than
 //! [`quiet_limit`](UcxConfig::quiet_limit), the endpoint is closed by force: UCX then ends everything that was posted
 //! on it, and the peer is lost. If even that brings no end within [`force_limit`](UcxConfig::force_limit), the worker
@@ -16,6 +19,7 @@
 #![cfg(target_os = "linux")]
 
 mod address;
+mod begin;
 mod config;
 mod conn;
 mod engine;
@@ -86,7 +90,7 @@ impl UcxTransport {
     }
 
     /// The lanes that UCX has chosen for a peer, as `transport/device`, as they were when it connected. With
-    /// `tcp/...` alone a read is not one-sided: UCX emulates it by messages.
+    /// `tcp/...`, `posix/...` and `sysv/...` alone a read is not one-sided: the owner sends the bytes.
     pub fn lanes(&self, peer: PeerId) -> Result<Vec<String>, TransportError> {
         self.shared.lanes(peer)
     }

@@ -3,14 +3,15 @@
 use std::rc::Rc;
 use std::time::Instant;
 
-use super::conn::{Conn, Op, Post, Stage};
+use super::address::Key;
+use super::conn::{Conn, Fetch, Op, Post, Stage};
 use super::engine::Engine;
-use super::frame::Body;
+use super::frame::{Body, Wanted};
 use super::shared::after;
 use super::status;
 use super::worker::{EpId, Rkey};
 use crate::contract::PeerId;
-use crate::error::ReadError;
+use crate::error::{LossReason, ReadError};
 
 /// Reads of one peer that have been opened at a time. More wait.
 const OPENED_MAX: usize = 256;
@@ -37,7 +38,8 @@ impl Engine {
 
     /// The owner has the regions, or not.
     pub(super) fn op_opened(&mut self, peer: PeerId, serial: u64, known: bool, now: Instant) {
-        let Some(ep) = self.conns.get(&peer).map(|conn| conn.ep) else { return };
+        let conn = self.conns.get(&peer).map(|conn| (conn.ep, conn.by_message));
+        let Some((ep, by_message)) = conn else { return };
         let Some(op) = self.ops.get_mut(&serial) else {
             // It ended while the owner was asked, who keeps the memory until it hears so.
             if known {
@@ -52,7 +54,8 @@ impl Engine {
             return self.finish_op(serial, Err(ReadError::UnknownKey));
         }
         let mut rkeys: Vec<Rc<Rkey>> = Vec::with_capacity(op.plan.parts.len());
-        for (index, part) in op.plan.parts.iter().enumerate() {
+        let by_gets = op.plan.parts.iter().enumerate().filter(|_| !by_message);
+        for (index, part) in by_gets {
             let same = index
                 .checked_sub(1)
                 .filter(|before| op.plan.parts[*before].key == part.key)
@@ -104,8 +107,8 @@ impl Engine {
     fn post_get(&mut self, peer: PeerId, now: Instant) -> Option<(u64, u64)> {
         let config = &self.shared.config;
         let conn = self.conns.get_mut(&peer).filter(|conn| conn.is_open())?;
-        let room = conn.gets < config.gets_in_flight_per_peer
-            && conn.get_bytes + config.get_max_bytes <= config.bytes_in_flight_per_peer;
+        let room = conn.gets + conn.fetches < config.gets_in_flight_per_peer
+            && conn.get_bytes + conn.fetch_bytes + config.get_max_bytes <= config.bytes_in_flight_per_peer;
         if !room {
             return None;
         }
@@ -121,6 +124,18 @@ impl Engine {
             conn.ring.push_back(serial);
         }
         let part = op.plan.parts.get(piece.part)?;
+        if conn.by_message {
+            self.fetch_numbers += 1;
+            let (fetch, len, offset) = (self.fetch_numbers, piece.len, piece.remote);
+            op.fetches += 1;
+            conn.fetches += 1;
+            conn.fetch_bytes += len;
+            self.fetches.insert(fetch, Fetch { serial, peer, len, left: len });
+            self.worker.expect(fetch, conn.own_token, &part.local, piece.local, len);
+            let Key { region, nonce, .. } = part.key;
+            self.say(peer, Body::Fetch(Wanted { fetch, ticket: serial, region, nonce, offset, len }));
+            return Some((serial, len));
+        }
         let rkey = op.rkeys.get(piece.part)?;
         let remote = part.key.base + piece.remote;
         match self.worker.get(rkey, remote, &part.local, piece.local, piece.len) {
@@ -168,6 +183,33 @@ impl Engine {
         self.try_lose(peer, now);
     }
 
+    /// Bytes came that an owner was asked for, and are in place unless their read has ended.
+    pub(super) fn landed(&mut self, token: u64, number: u64, bytes: u64, fits: bool, now: Instant) {
+        let Some(peer) = self.tokens.get(&token).copied() else { return };
+        let Some(conn) = self.conns.get_mut(&peer) else { return };
+        conn.heard = now;
+        conn.pinged = false;
+        let Some(fetch) = self.fetches.get_mut(&number).filter(|fetch| fetch.peer == peer) else { return };
+        if !fits || bytes == 0 || bytes > fetch.left {
+            let reason = LossReason::Protocol("other bytes than were asked for");
+            return self.leave(peer, reason, false, now);
+        }
+        fetch.left -= bytes;
+        conn.last_get = now;
+        let Fetch { serial, len, left, .. } = *fetch;
+        if left == 0 {
+            self.fetches.remove(&number);
+            self.worker.forget(number);
+            conn.fetches -= 1;
+            conn.fetch_bytes -= len;
+        }
+        if let Some(op) = self.ops.get_mut(&serial) {
+            op.last_byte = now;
+            op.fetches -= usize::from(left == 0);
+            self.advance(serial, now);
+        }
+    }
+
     fn get_failed(&mut self, serial: u64, ep: EpId, code: i8, now: Instant) {
         if status::is_of_endpoint(code) {
             // The read ends with its peer.
@@ -201,7 +243,7 @@ impl Engine {
                 let error = error.clone();
                 self.finish_op(serial, Err(error));
             }
-            Stage::Reading if op.plan.is_cut(&op.cursor) => {
+            Stage::Reading if op.fetches == 0 && op.plan.is_cut(&op.cursor) => {
                 op.stage = Stage::Confirming;
                 op.last_byte = now;
                 let peer = op.peer;
@@ -226,6 +268,11 @@ impl Engine {
 
     fn forget_op(&mut self, serial: u64, result: Result<(), ReadError>) {
         let Some(op) = self.ops.remove(&serial) else { return };
+        if op.fetches > 0 {
+            // What still comes for it is counted, and thrown away.
+            let of_op = self.fetches.iter().filter(|(_, fetch)| fetch.serial == serial);
+            of_op.for_each(|(number, _)| self.worker.forget(*number));
+        }
         if let Some(conn) = self.conns.get_mut(&op.peer)
             && !matches!(op.stage, Stage::Waiting)
         {

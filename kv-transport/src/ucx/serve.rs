@@ -1,11 +1,14 @@
 //! What peers say, and what is answered.
 
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::address::Endpoint;
 use super::conn::{Conn, Link, LinkPhase, Phase};
-use super::engine::Engine;
-use super::frame::{Body, Frame, Refusal};
+use super::engine::{Engine, SENDS_MAX};
+use super::frame::{Body, Frame, Refusal, Wanted};
+use super::shared::after;
+use super::status;
 use super::worker::ReplyTo;
 use crate::contract::{Address, MESSAGE_MAX_BYTES, PeerId};
 use crate::error::LossReason;
@@ -18,6 +21,10 @@ const EARLY_MAX: usize = 4096;
 const EARLY_BYTES: u64 = 4 << 20;
 /// Connections over one endpoint: two that connect to each other at once share one, and each may do so again.
 const PEERS_PER_LINK_MAX: usize = 8;
+/// Bytes that are sent at once to one who asked for them: what fits into one buffer of UCX's, with what goes around.
+const ANSWER_BYTES: usize = 256 << 10;
+/// How long an endpoint that was made in search of another is kept for a hello that may still come by it.
+const SPARE: Duration = Duration::from_secs(1);
 /// Regions of one read.
 const REGIONS_OF_READ_MAX: usize = 1024;
 
@@ -70,18 +77,26 @@ impl Engine {
             tracing::debug!("a hello without a good address was ignored");
             return;
         };
-        let ep = match self.worker.pair(&endpoint.worker, reply_to) {
-            Ok((ep, made)) => {
-                if made {
-                    self.links.insert(ep, Link::new(None));
-                }
-                ep
-            }
+        let mut made = vec![];
+        let paired = self.worker.pair(&endpoint.worker, reply_to, &mut made);
+        let by = after(now, SPARE);
+        for ep in made {
+            // One that belongs to a hello on its way is taken when that comes.
+            self.links.insert(ep, Link { phase: LinkPhase::Spare { by }, ..Link::new(None) });
+        }
+        self.alarm = self.alarm.min(by);
+        let ep = match paired {
+            Ok(ep) => ep,
             Err(status) => {
                 tracing::warn!(status, "one who connected cannot be answered");
                 return;
             }
         };
+        if let Some(link) = self.links.get_mut(&ep)
+            && matches!(link.phase, LinkPhase::Spare { .. })
+        {
+            link.phase = LinkPhase::Open;
+        }
         let crowded = self.links.get(&ep).is_some_and(|link| link.peers.len() >= PEERS_PER_LINK_MAX);
         let refusal = match expected == self.shared.life {
             false => Some(Refusal::OtherLife),
@@ -136,10 +151,12 @@ impl Engine {
                 });
                 self.say(peer, Body::Held { ticket, held });
             }
+            Body::Fetch(wanted) => self.send_wanted(peer, wanted, now),
             Body::Opened { ticket, known } => self.op_opened(peer, ticket, known, now),
             Body::Held { ticket, held } => self.op_held(peer, ticket, held),
-            Body::Hello { .. } | Body::Welcome { .. } | Body::Refuse(_) => {
-                self.leave(peer, LossReason::Protocol("a greeting in a connection"), false, now);
+            Body::Hello { .. } | Body::Welcome { .. } | Body::Refuse(_) | Body::Bytes { .. } => {
+                let reason = LossReason::Protocol("what has no place in a connection");
+                self.leave(peer, reason, false, now);
             }
         }
     }
@@ -156,6 +173,31 @@ impl Engine {
         conn.untaken.messages += 1;
         conn.untaken.bytes += len;
         self.shared.deliver(peer, bytes);
+    }
+
+    /// A peer wants bytes of a region that it has opened. Each post keeps the memory until UCX is done with it.
+    fn send_wanted(&mut self, peer: PeerId, wanted: Wanted, now: Instant) {
+        let Wanted { fetch, ticket, region, nonce, offset, len } = wanted;
+        let Some(conn) = self.conns.get(&peer) else { return };
+        let (ep, token) = (conn.ep, conn.peer_token);
+        let source = conn
+            .pins
+            .get(&ticket)
+            .and_then(|pins| pins.iter().find(|(own, own_nonce, _)| (*own, *own_nonce) == (region, nonce)));
+        let Some((_, _, source)) = source.filter(|(.., source)| source.memory.contains(offset, len)) else {
+            return self.leave(peer, LossReason::Protocol("bytes that were not opened"), false, now);
+        };
+        let source = Arc::clone(source);
+        for at in (0..len).step_by(ANSWER_BYTES) {
+            // Whoever asks and never takes the answers must not pile them up here.
+            if self.links.get(&ep).is_none_or(|link| link.sends >= SENDS_MAX) {
+                return self.fail_link(ep, status::OVERRUN, now);
+            }
+            let frame = Frame { token, body: Body::Bytes { fetch, at } }.encode();
+            let len = (len - at).min(ANSWER_BYTES as u64);
+            let sent = self.worker.send_bytes(ep, frame, &source, offset + at, len);
+            self.posted(ep, sent, None);
+        }
     }
 
     /// A peer is about to read: from now on the memory stays, whatever happens to its registration.

@@ -20,13 +20,15 @@ use kv_ucx_sys::abi::{
 };
 
 use super::fabric::{Fabric, Mapped, check};
-use super::frame::FRAME_MAX_BYTES;
+use super::frame::{Body, FRAME_MAX_BYTES, Frame};
 use crate::error::TransportError;
 
 /// The number under which our active messages travel.
 const AM_ID: u32 = 0;
 /// Endpoints made in search of the one that a peer's message came by.
 const PAIRING_TRIES: usize = 8;
+/// Longest frame that bytes come beside; what is longer is none of ours.
+const BESIDE_MAX_BYTES: usize = 64;
 /// Room after bytes that UCX parses without being told their length.
 const PARSE_MARGIN: usize = 4096;
 
@@ -46,6 +48,8 @@ pub(super) enum Told {
     Ended { post: PostId, status: Status },
     /// A message came.
     Frame { reply_to: Option<ReplyTo>, bytes: Vec<u8> },
+    /// So many bytes came that a peer was asked for. They are in place, if their landing was there and had room.
+    Landed { token: u64, fetch: u64, bytes: u64, fits: bool },
     /// An endpoint has failed, and has to be closed.
     Failed { ep: EpId, status: Status },
 }
@@ -57,6 +61,32 @@ enum Raw {
 
 thread_local! {
     static INBOX: RefCell<Vec<Raw>> = const { RefCell::new(Vec::new()) };
+    static LANDINGS: RefCell<HashMap<u64, Landing>> = RefCell::new(HashMap::new());
+}
+
+/// Where bytes go that a peer was asked for.
+struct Landing {
+    token: u64,
+    into: Arc<Mapped>,
+    offset: u64,
+    len: u64,
+}
+
+/// Puts bytes to their place: straight from UCX's buffer, for a copy on the way costs half of the speed.
+fn land(frame: Vec<u8>, bytes: &[u8]) {
+    let Some(Frame { token, body: Body::Bytes { fetch, at } }) = Frame::decode(frame) else { return };
+    let len = bytes.len() as u64;
+    let fits = LANDINGS.with(|landings| {
+        let Ok(landings) = landings.try_borrow() else { return true };
+        // Without one the read has ended, and nothing is written for it.
+        let Some(landing) = landings.get(&fetch).filter(|landing| landing.token == token) else {
+            return true;
+        };
+        len <= landing.len
+            && at <= landing.len - len
+            && landing.into.memory.write(landing.offset + at, bytes).is_ok()
+    });
+    put(Raw::Told(Told::Landed { token, fetch, bytes: len, fits }));
 }
 
 /// Puts something into the thread's inbox. Never panics, because its callers are called by C.
@@ -78,8 +108,8 @@ unsafe extern "C" fn on_failed(arg: *mut c_void, _ep: Handle, status: Status) {
 
 unsafe extern "C" fn on_message(
     _arg: *mut c_void,
-    _header: *const c_void,
-    _header_length: usize,
+    header: *const c_void,
+    header_length: usize,
     data: *mut c_void,
     length: usize,
     param: *const AmRecvParam,
@@ -90,15 +120,20 @@ unsafe extern "C" fn on_message(
     if param.recv_attr & abi::UCP_AM_RECV_ATTR_FLAG_RNDV != 0
         || (data.is_null() && length > 0)
         || length > FRAME_MAX_BYTES
+        || header_length > BESIDE_MAX_BYTES
     {
         return abi::UCS_OK;
     }
-    let bytes = if length == 0 {
-        vec![]
-    } else {
-        // SAFETY: without the flag above `data` are that many bytes, valid through the call.
-        unsafe { std::slice::from_raw_parts(data.cast::<u8>(), length) }.to_vec()
+    let view = |from: *const c_void, length: usize| match length {
+        0 => &[][..],
+        // SAFETY: without the flag above both are that many bytes, valid through the call.
+        _ => unsafe { std::slice::from_raw_parts(from.cast::<u8>(), length) },
     };
+    if header_length > 0 {
+        land(view(header, header_length).to_vec(), view(data, length));
+        return abi::UCS_OK;
+    }
+    let bytes = view(data, length).to_vec();
     let has_reply = param.recv_attr & abi::UCP_AM_RECV_ATTR_FIELD_REPLY_EP != 0;
     let reply_to = has_reply.then_some(ReplyTo(param.reply_ep as usize));
     put(Raw::Told(Told::Frame { reply_to, bytes }));
@@ -157,6 +192,7 @@ impl fmt::Debug for Rkey {
 #[allow(dead_code)] // As the comment says.
 enum Keep {
     Message(Vec<u8>),
+    Bytes(Vec<u8>, Arc<Mapped>),
     Get(Arc<Mapped>, Rc<Rkey>),
     Close,
 }
@@ -208,6 +244,7 @@ impl Worker {
             copy
         };
         INBOX.with(|inbox| inbox.borrow_mut().clear());
+        LANDINGS.with(|landings| landings.borrow_mut().clear());
         Ok(Self { kept: HashMap::new(), eps: HashMap::new(), numbers: 0, address, inner })
     }
 
@@ -298,32 +335,28 @@ impl Worker {
     }
 
     /// The endpoint by which a message came, made ours: the one whose other end is the sender's, so that closing
-    /// it stops what the sender does with it. `true` says that it was not ours before.
-    pub(super) fn pair(&mut self, address: &[u8], reply_to: ReplyTo) -> Result<(EpId, bool), Status> {
+    /// it stops what the sender does with it. Adds those that were made on the way to it, itself included.
+    pub(super) fn pair(
+        &mut self,
+        address: &[u8],
+        reply_to: ReplyTo,
+        made: &mut Vec<EpId>,
+    ) -> Result<EpId, Status> {
         let known = self.eps.iter().find(|(_, handle)| **handle as usize == reply_to.0);
         if let Some((ep, _)) = known {
-            return Ok((*ep, false));
+            return Ok(*ep);
         }
         // UCX pairs the endpoints of two workers by the order in which they were made. An attempt that ended early
-        // leaves the sides out of step, and a few more endpoints bring them in step again.
-        let (mut found, mut extra) = (Err(abi::UCS_ERR_NOT_CONNECTED), vec![]);
+        // leaves the sides out of step, and a few more endpoints bring them in step again. Another may be that of a message
+        // that is still on its way, so they are not closed here.
         for _ in 0..PAIRING_TRIES {
-            match self.create_ep(address) {
-                Ok(ep) if self.eps.get(&ep).is_some_and(|handle| *handle as usize == reply_to.0) => {
-                    found = Ok((ep, true));
-                    break;
-                }
-                Ok(ep) => extra.push(ep),
-                Err(status) => {
-                    found = Err(status);
-                    break;
-                }
+            let ep = self.create_ep(address)?;
+            made.push(ep);
+            if self.eps.get(&ep).is_some_and(|handle| *handle as usize == reply_to.0) {
+                return Ok(ep);
             }
         }
-        for ep in extra {
-            self.close(ep, true);
-        }
-        found
+        Err(abi::UCS_ERR_NOT_CONNECTED)
     }
 
     /// Sends an active message. With `reply` the receiver learns by which endpoint.
@@ -345,6 +378,50 @@ impl Worker {
             )
         };
         self.posted(post, returned, Keep::Message(bytes))
+    }
+
+    /// Sends bytes of our memory, with a frame beside them.
+    pub(super) fn send_bytes(
+        &mut self,
+        ep: EpId,
+        frame: Vec<u8>,
+        source: &Arc<Mapped>,
+        offset: u64,
+        len: u64,
+    ) -> Result<Option<PostId>, Status> {
+        let handle = *self.eps.get(&ep).ok_or(abi::UCS_ERR_NOT_CONNECTED)?;
+        if !source.memory.contains(offset, len) || frame.len() > BESIDE_MAX_BYTES {
+            return Err(abi::UCS_ERR_INVALID_ADDR);
+        }
+        let base = source.memory.base().map_err(|_| abi::UCS_ERR_INVALID_ADDR)?;
+        let (post, mut param) = self.param();
+        param.op_attr_mask |= abi::UCP_OP_ATTR_FIELD_FLAGS;
+        param.flags = abi::UCP_AM_SEND_FLAG_EAGER;
+        // SAFETY: the endpoint is open; the bytes lie inside the memory, as checked above. Frame and memory are kept,
+        // unmoved, until UCX says that it is done with them.
+        let returned = unsafe {
+            (self.inner.fabric.api.ucp_am_send_nbx)(
+                handle,
+                AM_ID,
+                frame.as_ptr().cast(),
+                frame.len(),
+                base.add(offset as usize).cast(),
+                len as usize,
+                &raw const param,
+            )
+        };
+        self.posted(post, returned, Keep::Bytes(frame, Arc::clone(source)))
+    }
+
+    /// From now on bytes that come for this fetch are written there, until [`Worker::forget`].
+    pub(super) fn expect(&self, fetch: u64, token: u64, into: &Arc<Mapped>, offset: u64, len: u64) {
+        let landing = Landing { token, into: Arc::clone(into), offset, len };
+        LANDINGS.with(|landings| landings.borrow_mut().insert(fetch, landing));
+    }
+
+    /// From now on nothing is written for this fetch (rule T-3). All of it is done by this thread.
+    pub(super) fn forget(&self, fetch: u64) {
+        LANDINGS.with(|landings| landings.borrow_mut().remove(&fetch));
     }
 
     /// Unpacks a peer's key.
@@ -422,6 +499,7 @@ impl Worker {
         self.inner.destroy();
         self.eps.clear();
         self.kept.clear();
+        LANDINGS.with(|landings| landings.borrow_mut().clear());
     }
 
     fn param(&mut self) -> (PostId, RequestParam) {

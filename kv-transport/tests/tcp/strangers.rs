@@ -65,6 +65,24 @@ async fn t8_who_does_not_say_who_it_is_is_not_waited_for() {
     raw.closed();
 }
 
+/// Who has not said who it is holds one of a number of places, however many come.
+#[tokio::test]
+async fn t8_strangers_have_so_many_places_and_no_more() {
+    const PLACES: usize = 256;
+    let config = TcpConfig { handshake_limit: LIMIT, ..TcpConfig::default() };
+    let (server, client) = (TcpTransport::bind(config).unwrap(), transport());
+    let (port, _) = parse_address(&server.address());
+    let mut strangers: Vec<_> =
+        (0..PLACES).map(|_| TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap()).collect();
+    // All places are taken: the next one is not even looked at.
+    let short = std::time::Duration::from_millis(500);
+    let peer = client.connect(&server.address(), short).unwrap();
+    assert_eq!(loss(&client, peer).await, LossReason::ConnectTimedOut);
+    // Two go: the one before may still be in the queue.
+    strangers.truncate(PLACES - 2);
+    link(&client, &server).await;
+}
+
 #[tokio::test]
 async fn t10_a_peer_that_breaks_the_protocol_is_lost_by_name() {
     let server = TcpTransport::bind(TcpConfig { chunk_queue_max: 4, ..TcpConfig::default() }).unwrap();

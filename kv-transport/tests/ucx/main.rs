@@ -3,8 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A failed step is a failed test.
 #![cfg(target_os = "linux")]
 
+mod again;
 mod ends;
 mod misuse;
+mod owner;
 mod processes;
 mod rules;
 mod support;

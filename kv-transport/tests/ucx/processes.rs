@@ -16,7 +16,7 @@ fn to_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn from_hex(text: &str) -> Vec<u8> {
+pub(crate) fn from_hex(text: &str) -> Vec<u8> {
     (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
 }
 
@@ -32,7 +32,7 @@ impl Other {
         Self::start_on(role, TCP)
     }
 
-    fn start_on(role: &str, lanes: &str) -> Self {
+    pub(crate) fn start_on(role: &str, lanes: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--ignored", "--exact", "--nocapture", "processes::the_other_process"])
             .env(ROLE, role)
@@ -58,6 +58,16 @@ impl Other {
     pub(crate) fn signal(&self, name: &str) {
         let pid = self.child.id().to_string();
         assert!(Command::new("kill").args([name, &pid]).status().unwrap().success());
+    }
+
+    /// Says a line to it.
+    pub(crate) fn tell(&mut self, line: &str) {
+        writeln!(self.input.as_mut().unwrap(), "{line}").unwrap();
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn ended(&mut self) -> Option<std::process::ExitStatus> {
+        self.child.try_wait().unwrap()
     }
 
     pub(crate) fn kill(&mut self) {
@@ -98,6 +108,27 @@ fn the_other_process() {
             let (_, key) = offer(&server, &pattern(64 << 20, 1));
             say(format!("{} {}", to_hex(server.address().as_bytes()), to_hex(key.as_bytes())));
             std::io::stdin().lines().next();
+        }
+        "read" => {
+            let reader = transport(&lanes).unwrap();
+            let line = std::io::stdin().lines().next().unwrap().unwrap();
+            let (address, key) = line.split_once(' ').unwrap();
+            let key = RegionKey::from_bytes(from_hex(key)).unwrap();
+            let peer = reader.connect(&Address::from_bytes(from_hex(address)).unwrap(), LIMIT).unwrap();
+            let region = reader.register(memory(&vec![0; 64 << 20])).unwrap();
+            let mut ops = 0..;
+            let mut submit =
+                || reader.read(request(ops.next().unwrap(), peer, &key, region, vec![range(0, 0, 64 << 20)]));
+            for _ in 0..4 {
+                submit().unwrap();
+            }
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(event(&reader));
+            say("reading".into());
+            // Until somebody ends this.
+            while let Event::ReadCompleted { .. } = runtime.block_on(event(&reader)) {
+                submit().ok();
+            }
         }
         "no library" => {
             let config = UcxConfig { library: Some("/nowhere/at/all".into()), ..UcxConfig::default() };
