@@ -37,12 +37,7 @@ fn engines_that_do_not_fit_are_refused_with_every_field_that_differs() {
     });
     let offer = world.prefill(other, "r", 11, &[7, 3, 4]);
     world.begin_load(D, "r", &offer, &[2, 9, 1]);
-    refuse_load(
-        &mut world,
-        "r",
-        LoadFailure::Incompatible,
-        &["model: ours toy, theirs another toy"],
-    );
+    refuse_load(&mut world, "r", LoadFailure::Incompatible, &["model: ours toy, theirs another toy"]);
     let refused = world[other].sched.stats().handshakes.refused;
     assert_eq!(refused.keys().collect::<Vec<_>>(), [&RefusalCode::Incompatible]);
     world.hand_over(P, D, "next");

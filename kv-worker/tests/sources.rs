@@ -127,8 +127,8 @@ fn p3_a_load_that_fails_at_one_worker_ends_when_the_other_reads_are_quiet() {
     assert_eq!(rig.loads(), ends(&[]), "the other destination may still be written");
     assert_eq!(
         read_failed(&mut rig, 5, 1, 1, LoadFailure::Cancelled),
-        ["d1: release 5/1 load_failed"],
-        "the other worker need not wait for the lease's time"
+        ["d1: release 5/1 aborted"],
+        "the other worker has done nothing wrong, and need not wait for the lease's time"
     );
     assert_eq!(rig.loads(), ends(&[(1, "read_failed")]));
 }
@@ -286,4 +286,16 @@ fn a_rank_that_has_nothing_to_read_says_so_at_once() {
     let report = rig.m.take_report();
     let [(LoadId(1), PullEnd::Loaded(stats))] = &report.loads[..] else { panic!("{report:?}") };
     assert_eq!(stats.bytes, 128);
+}
+
+#[test]
+fn a_connection_lost_to_one_worker_is_not_lost_to_the_other() {
+    let mut rig = reading();
+    assert_eq!(read_failed(&mut rig, 4, 1, 1, LoadFailure::PeerLost), ["cancel 1"]);
+    assert_eq!(
+        read_failed(&mut rig, 5, 1, 0, LoadFailure::Cancelled),
+        ["d0: release 5/1 aborted"],
+        "told over the connection that stands, not kept for another"
+    );
+    assert_eq!(rig.loads(), ends(&[(1, "peer_lost")]));
 }

@@ -89,6 +89,12 @@ pub enum Canary {
     RetryWithoutEnd,
     /// H-30: a load begins although its producer's breaker is open.
     BreakerIgnored,
+    /// H-11: each head is read where the next one is.
+    OffByOneHead,
+    /// H-11: of a window's blocks the first ones are read, as if it had not been clipped.
+    WindowNotClipped,
+    /// H-17: one rank's ending counts for another rank of the same consumer too.
+    ConsumerCountedTwice,
 }
 
 impl Canary {
@@ -135,6 +141,9 @@ impl Canary {
         Self::RetryWithoutBudget,
         Self::RetryWithoutEnd,
         Self::BreakerIgnored,
+        Self::OffByOneHead,
+        Self::WindowNotClipped,
+        Self::ConsumerCountedTwice,
     ];
 
     /// A word for the command line and for tables.
@@ -181,6 +190,9 @@ impl Canary {
             Self::RetryWithoutBudget => "retry-without-budget",
             Self::RetryWithoutEnd => "retry-without-end",
             Self::BreakerIgnored => "breaker-ignored",
+            Self::OffByOneHead => "off-by-one-head",
+            Self::WindowNotClipped => "window-not-clipped",
+            Self::ConsumerCountedTwice => "consumer-counted-twice",
         }
     }
 

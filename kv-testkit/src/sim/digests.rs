@@ -6,7 +6,7 @@ use kv_worker::Failure;
 use kv_worker::machine::io::{DigestOf, Fact};
 
 use super::dice::Dice;
-use super::engine::LAYERS;
+use super::shape::LAYERS;
 use super::world::{Event, MS, WorkerAt, World};
 
 /// What a worker's driver is computing.
@@ -42,17 +42,23 @@ impl World {
         self.give(at, Fact::Digested { of: ended.of, digests });
     }
 
-    /// One digest for each position: the cells of its block in every layer, in order. A world has one group.
+    /// One digest for each position: the cells of its block in every layer, in order. A world with checksums has one group.
     fn digests(&mut self, at: WorkerAt, groups: &[GroupList]) -> Result<Vec<BlockDigest>, Failure> {
-        let size = self.engines.get(at.engine).map_or(0, |engine| engine.pool.size as usize);
         let nowhere = || Failure::new(LoadFailure::BadBlocks, "a block beyond the memory");
+        let (size, shape) =
+            self.engines.get(at.engine).map(|e| (e.pool.size, e.shape)).ok_or_else(nowhere)?;
         let worker = self.worker(at).ok_or_else(nowhere)?;
         let mut digests = Vec::new();
         for block in groups.iter().flat_map(|group| group.blocks.iter()) {
             let mut digest = 0;
             for layer in 0..LAYERS {
-                let cell = worker.memory.get(layer * size + block.0 as usize).ok_or_else(nowhere)?;
-                digest = Dice::new(digest ^ cell).number();
+                for head in 0..shape.heads_of(at.rank).1 {
+                    for slot in 0..shape.block_tokens {
+                        let cell = shape.cell(size, layer, block.0, head, slot);
+                        let cell = worker.memory.get(cell).ok_or_else(nowhere)?;
+                        digest = Dice::new(digest ^ cell).number();
+                    }
+                }
             }
             digests.push(BlockDigest(digest));
         }

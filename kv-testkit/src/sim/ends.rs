@@ -7,9 +7,10 @@ use kv_recovery::{BlockRef, GroupTable, Holder, LoadState, Need, Policy, Situati
 use kv_sched::LoadResult;
 
 use super::canary::Canary;
-use super::engine::{BLOCK_TOKENS, LAYERS};
+
 use super::invariants::Invariant;
 use super::requests::{Request, Stage};
+use super::shape::{BLOCK_TOKENS, LAYERS, stamp};
 use super::world::World;
 
 impl World {
@@ -109,7 +110,8 @@ impl World {
             .collect();
         let judged = kv_recovery::judge(&Situation {
             requests: &holders,
-            invalid: &BlockRef::of_lists(invalid),
+            // Where there are several groups, what is lost of the first one is lost of all.
+            invalid: &BlockRef::of_lists(&invalid[..invalid.len().min(1)]),
             pool: engine.pool.size,
             null: None,
             policy: Policy::Recompute,
@@ -140,18 +142,28 @@ impl World {
     /// So many blocks, or all, are taken as good: they must hold this prompt's content, each at its place.
     pub(super) fn judge(&mut self, index: usize, id: &RequestId, request: &Request, blocks: usize) {
         let engine = &self.engines[index];
-        let size = engine.pool.size as usize;
-        for (position, block) in request.blocks.iter().enumerate().take(blocks) {
-            for (rank, worker) in engine.workers.iter().enumerate() {
-                for layer in 0..LAYERS {
-                    let holds = worker.memory[layer * size + *block as usize];
-                    let wanted = self.content(request.prompt, position, layer, rank);
-                    if holds != wanted {
-                        let what = format!(
-                            "{id} on D {index} takes block {position} as good, but it (rank {rank}, layer {layer}) \
-                             holds {holds} instead of {wanted}"
-                        );
-                        return self.violate(Invariant::Content, what);
+        let (size, shape, tokens) = (engine.pool.size, engine.shape, self.prompt_len(request.prompt));
+        let here =
+            (blocks as u64).saturating_mul(u64::from(shape.block_tokens)).min(u64::from(tokens)) as u32;
+        for (rank, worker) in engine.workers.iter().enumerate() {
+            let (first, heads) = shape.heads_of(rank);
+            for layer in 0..LAYERS {
+                for token in shape.first_token(layer, tokens)..here {
+                    let position = token / shape.block_tokens;
+                    let Some(block) = request.blocks.get(position as usize) else { continue };
+                    for head in 0..heads {
+                        let cell = shape.cell(size, layer, *block, head, token % shape.block_tokens);
+                        let holds = worker.memory[cell];
+                        let origin = self.origin_of_token(request.prompt, token);
+                        let wanted = stamp(origin, token, layer, first + head);
+                        if holds != wanted {
+                            let what = format!(
+                                "{id} on D {index} takes block {position} as good, but token {token} of it (rank \
+                                 {rank}, layer {layer}, head {}) holds {holds} instead of {wanted}",
+                                first + head
+                            );
+                            return self.violate(Invariant::Content, what);
+                        }
                     }
                 }
             }

@@ -4,10 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
-use kv_proto::{
-    BlockLayout, BlockOrder, Dtype, EngineId, Fingerprint, GroupKind, Incarnation, Moment, Rank, RegionKind,
-    RegionLayout, RequestId, Topology,
-};
+use kv_proto::{BlockId, BlockList, EngineId, Fingerprint, Incarnation, Moment, Rank, RequestId};
 use kv_recovery::RecoveryConfig;
 use kv_sched::{HoldId, SchedConfig, Scheduler};
 
@@ -18,15 +15,9 @@ use super::faults::FaultKind;
 use super::pool::Pool;
 use super::recovery::{Recovering, draw_config};
 use super::requests::Request;
+use super::shape::{CELL_BYTES, PROMPT_MAX_TOKENS, Shape};
 use super::worker::{WorkerNode, worker_config};
 use super::world::{Event, MS, Time, WorkerAt, World};
-
-/// Tokens in a block.
-pub(super) const BLOCK_TOKENS: u32 = 4;
-/// Layers of the world's model.
-pub(super) const LAYERS: usize = 2;
-/// Bytes of a block in one layer: the unit in which memory is simulated.
-pub(super) const CELL_BYTES: u64 = 64;
 
 /// What an engine does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,6 +29,7 @@ pub(super) enum Role {
 /// One engine.
 pub(super) struct Engine {
     pub(super) role: Role,
+    pub(super) shape: Shape,
     pub(super) ranks: usize,
     pub(super) alive: bool,
     pub(super) life: u32,
@@ -68,12 +60,15 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    pub(super) fn new(role: Role, ranks: usize, draw: &mut Dice) -> Self {
+    pub(super) fn new(role: Role, shape: Shape, draw: &mut Dice) -> Self {
         // Small pools now and then, so that requests wait for room.
         let size = if draw.chance(400) { draw.between(6, 10) } else { draw.between(12, 40) } as u32;
+        // The longest prompt must find room.
+        let size = size.max(PROMPT_MAX_TOKENS.div_ceil(shape.block_tokens));
         Self {
             role,
-            ranks,
+            shape,
+            ranks: shape.ranks as usize,
             alive: false,
             life: 0,
             clock: Clock::draw(draw),
@@ -88,11 +83,18 @@ impl Engine {
             ticking: false,
             lag: if draw.chance(400) { draw.between(5, 40) * MS } else { 0 },
             draining: false,
-            caches: draw.chance(500),
+            // Of a layer with a window a finished request leaves the end alone, which is no prefix.
+            caches: draw.chance(500) && shape.window.is_none(),
             enters_early: draw.chance(700),
             recovery_limits: draw.chance(700).then(|| draw_config(draw)),
             recovery: None,
         }
+    }
+
+    /// The block lists of a request, by group: a group has its own regions, and the same blocks stand for it there.
+    pub(super) fn lists(&self, blocks: &[u32]) -> Vec<BlockList> {
+        let list: BlockList = blocks.iter().copied().map(BlockId).collect();
+        vec![list; self.shape.groups().len()]
     }
 
     /// Until when its scheduler process does not look at anything new, if it is so.
@@ -113,30 +115,6 @@ impl Engine {
     }
 }
 
-fn layout(blocks: u32, ranks: u32) -> BlockLayout {
-    let region = |layer: u64| RegionLayout {
-        layer: format!("layers.{layer}"),
-        kind: RegionKind::KeyValue,
-        group: 0,
-        memory: 0,
-        base: layer * u64::from(blocks) * CELL_BYTES,
-        block_stride: CELL_BYTES,
-        block_bytes: CELL_BYTES,
-        dtype: Dtype::F32,
-        heads: 1,
-        heads_total: ranks,
-        head_size: 4,
-    };
-    BlockLayout {
-        block_tokens: BLOCK_TOKENS,
-        blocks,
-        kernel_tokens: 0,
-        order: BlockOrder::HeadsTokens,
-        groups: vec![],
-        regions: (0..LAYERS as u64).map(region).collect(),
-    }
-}
-
 impl World {
     /// Begins a life of an engine.
     pub(super) fn start_engine(&mut self, index: usize) {
@@ -148,7 +126,7 @@ impl World {
         engine.paused_until = 0;
         engine.busy_until = 0;
         let incarnation = Engine::incarnation(index, engine.life, same_life);
-        let topology = Topology::of(engine.ranks as u32);
+        let (shape, topology) = (engine.shape, engine.shape.topology());
         let size = engine.pool.size;
         engine.pool = Pool::new(size);
         engine.requests.clear();
@@ -160,13 +138,13 @@ impl World {
             (Role::Producer, _) | (_, None) => None,
         };
         let Ok(id) = EngineId::new(format!("engine-{index}")) else { return };
-        let layout = layout(size, topology.ranks);
+        let layout = shape.layout(size);
         let fingerprint = Fingerprint::of("model", &layout);
         let life = engine.life;
         let workers = (0..engine.ranks)
             .map(|rank| WorkerCard {
                 rank: Rank(rank as u32),
-                memory_sizes: vec![LAYERS as u64 * u64::from(size) * CELL_BYTES],
+                memory_sizes: vec![shape.cells(size) as u64 * CELL_BYTES],
                 layout: layout.clone(),
                 fingerprint: fingerprint.clone(),
                 transports: vec![TransportCard {
@@ -184,9 +162,9 @@ impl World {
             topology,
             host: "sim".to_owned(),
             port: index as u16 + 1,
-            block_tokens: BLOCK_TOKENS,
+            block_tokens: shape.block_tokens,
             blocks: size,
-            groups: vec![GroupKind::Full],
+            groups: shape.groups(),
             lease_ttl: Duration::from_millis(500),
             lease_renewal: Duration::from_millis(500),
             lease_max: Duration::from_millis(4_000),
@@ -200,7 +178,7 @@ impl World {
         engine.workers = (0..engine.ranks)
             .map(|rank| {
                 let config = worker_config(id.clone(), incarnation, rank, topology, checksums, canary);
-                WorkerNode::new(config, layout.clone(), fingerprint.clone())
+                WorkerNode::new(config, layout.clone(), shape.cells(size), fingerprint.clone())
             })
             .collect();
         self.draw_drift(index);

@@ -285,7 +285,25 @@ impl World {
             self.renew_terms(to, id, &m);
             self.mutate(id, &link, m)
         });
+        if let (true, Ok(WorkerMessage::ReadDone { more: false, .. })) = (to_producer, &message)
+            && self.has(Canary::ConsumerCountedTwice)
+        {
+            for sibling in self.siblings(&link) {
+                self.give(to, Fact::MessageArrived { link: sibling, message: message.clone() });
+            }
+        }
         self.give(to, Fact::MessageArrived { link: name, message });
+    }
+
+    /// Connections of other ranks of the same consumer to the same worker.
+    fn siblings(&self, of: &Link) -> Vec<LinkId> {
+        let beside = |link: &&Link| {
+            link.is_open()
+                && link.producer == of.producer
+                && link.consumer != of.consumer
+                && (link.consumer.engine, link.consumer.life) == (of.consumer.engine, of.consumer.life)
+        };
+        self.links.values().filter(beside).filter_map(|link| link.accepted).collect()
     }
 
     /// What a canary makes of a message.

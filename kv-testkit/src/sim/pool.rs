@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use kv_proto::{BlockId, BlockList, LoadId, RequestId};
+use kv_proto::{LoadId, RequestId};
 use kv_sched::{HoldId, Verdict};
 
 use super::cache::PrefixCache;
 use super::canary::Canary;
-use super::engine::LAYERS;
 use super::invariants::Invariant;
+use super::shape::{LAYERS, stamp};
 use super::world::{Event, HEAL_AT, Time, World};
 
 /// What an aborted, freed or never written cell holds.
@@ -74,24 +74,36 @@ impl Pool {
     }
 }
 
-/// What a cell must hold: this rank's and layer's part of a block of a prompt.
-pub(super) fn stamp(prompt: usize, position: usize, layer: usize, rank: usize) -> u64 {
-    1 + (((prompt as u64 * 1000 + position as u64) * 10 + layer as u64) * 10 + rank as u64)
-}
-
-pub(super) fn ids(blocks: &[u32]) -> BlockList {
-    blocks.iter().copied().map(BlockId).collect()
-}
-
 impl World {
-    pub(super) fn fill(&mut self, index: usize, block: u32, what: impl Fn(usize, usize) -> u64) {
+    /// Writes a block on every rank: what each layer, head and token of the block, counted from 0, is to hold.
+    pub(super) fn fill(&mut self, index: usize, block: u32, what: impl Fn(usize, u32, u32) -> u64) {
         let engine = &mut self.engines[index];
-        let size = engine.pool.size as usize;
+        let (size, shape) = (engine.pool.size, engine.shape);
         for (rank, worker) in engine.workers.iter_mut().enumerate() {
+            let (first, heads) = shape.heads_of(rank);
             for layer in 0..LAYERS {
-                worker.memory[layer * size + block as usize] = what(layer, rank);
+                for head in 0..heads {
+                    for slot in 0..shape.block_tokens {
+                        worker.memory[shape.cell(size, layer, block, head, slot)] =
+                            what(layer, first + head, slot);
+                    }
+                }
             }
         }
+    }
+
+    /// Writes a block of a prompt on every rank. What has left a layer's window is gone.
+    pub(super) fn fill_with(&mut self, index: usize, block: u32, prompt: usize, position: usize) {
+        let shape = self.engines[index].shape;
+        let tokens = self.prompt_len(prompt);
+        let first = position as u32 * shape.block_tokens;
+        let origin: Vec<usize> =
+            (first..first + shape.block_tokens).map(|token| self.origin_of_token(prompt, token)).collect();
+        self.fill(index, block, |layer, head, slot| {
+            let token = first + slot;
+            let left = token < shape.first_token(layer, tokens);
+            if left { GARBAGE } else { stamp(origin[slot as usize], token, layer, head) }
+        });
     }
 
     /// Does with blocks what the scheduler half says.
@@ -116,11 +128,6 @@ impl World {
         }
     }
 
-    /// What a block of a prompt must hold, for one layer and rank.
-    pub(super) fn content(&self, prompt: usize, position: usize, layer: usize, rank: usize) -> u64 {
-        stamp(self.origin(prompt, position), position, layer, rank)
-    }
-
     /// A user lets go of blocks. Those without another one go back to the pool, and their contents are gone, unless the
     /// cache knows what they hold.
     pub(super) fn release(&mut self, index: usize, blocks: &[u32]) {
@@ -138,7 +145,7 @@ impl World {
             pool.tags[*block as usize] = None;
             pool.free.push(*block);
             if !pool.cache.holds(*block) {
-                self.fill(index, *block, |_, _| GARBAGE);
+                self.fill(index, *block, |_, _, _| GARBAGE);
             }
         }
         self.wake(index);
@@ -198,7 +205,7 @@ impl World {
             let pool = &mut self.engines[index].pool;
             pool.cache.evict(block);
             pool.users[block as usize] = 1;
-            self.fill(index, block, |_, _| FOREIGN);
+            self.fill(index, block, |_, _, _| FOREIGN);
         }
     }
 

@@ -1,18 +1,30 @@
 //! The transport of a simulated world: reads that copy cell by cell while time passes.
 
 use kv_proto::LoadFailure;
-use kv_transport::ReadPart;
+use kv_transport::{ReadPart, ReadRange};
 use kv_worker::Failure;
 use kv_worker::machine::io::{Fact, LinkId, PullId};
 
 use super::canary::Canary;
 use super::faults::FaultKind;
 use super::invariants::Invariant;
-use super::worker::{READ_TOTAL, cells};
+use super::shape::{BLOCK_TOKENS, CELL_BYTES};
+use super::worker::READ_TOTAL;
 use super::world::{Event, MS, Time, WorkerAt, World};
 
 /// What a cell's value is mixed with if other bytes than the source's arrive.
 const WRONG: u64 = 0xbad << 48;
+
+/// Most cells that are copied at once: a block's of one head.
+const PIECE_CELLS: usize = BLOCK_TOKENS as usize;
+
+/// Some cells that lie one after the other on both sides.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    source: usize,
+    destination: usize,
+    cells: usize,
+}
 
 /// A read in progress.
 #[derive(Debug, Clone)]
@@ -21,8 +33,8 @@ pub(super) struct Read {
     from: WorkerAt,
     pull: PullId,
     link: u64,
-    /// Source and destination cells that are still to be copied, the next one last.
-    todo: Vec<(usize, usize)>,
+    /// What is still to be copied, the next piece last.
+    todo: Vec<Piece>,
     pace: Time,
     /// How it will end, if not well.
     doom: Option<Failure>,
@@ -45,11 +57,10 @@ impl World {
             return self.give(at, Fact::ReadEnded { pull, result: Err(lost) });
         };
         let Some(from) = self.links.get(&id).map(|link| link.producer) else { return };
-        let mut todo: Vec<(usize, usize)> = parts
-            .iter()
-            .flat_map(|part| &part.ranges)
-            .flat_map(|r| cells(r.remote_offset, r.len).zip(cells(r.local_offset, r.len)))
-            .collect();
+        let mut todo: Vec<Piece> = parts.iter().flat_map(|part| &part.ranges).flat_map(pieces).collect();
+        if self.has(Canary::OffByOneHead) {
+            self.next_head(from, &mut todo);
+        }
         // The order of arrival is nobody's business.
         for i in (1..todo.len()).rev() {
             todo.swap(i, self.dice.below(i as u64 + 1) as usize);
@@ -89,13 +100,13 @@ impl World {
                 todo.truncate(kept);
             }
         } else if self.strikes(FaultKind::ReadCorrupt) {
-            spoils = todo.get(self.dice.below(cells) as usize).map(|(_, destination)| *destination);
+            spoils = todo.get(self.dice.below(cells) as usize).map(|piece| piece.destination);
             self.tell(|| format!("the read of {} will bring a wrong cell, and not say so", pull.load));
         }
         let read = self.fresh();
         self.tell(|| match &doom {
             Some(doom) => format!("worker {at} reads {from} for {}, but {doom}", pull.load),
-            None => format!("worker {at} reads {cells} cells of {from} for {}", pull.load),
+            None => format!("worker {at} reads {cells} pieces of {from} for {}", pull.load),
         });
         let ends_badly = doom.is_some();
         let quiet_late = self.strikes(FaultKind::QuietLate);
@@ -135,6 +146,20 @@ impl World {
         }
     }
 
+    /// The canary: each head is read where the next one is.
+    fn next_head(&self, from: WorkerAt, todo: &mut [Piece]) {
+        let engine = &self.engines[from.engine];
+        let (shape, blocks) = (engine.shape, engine.pool.size);
+        if shape.heads_of(from.rank).1 < 2 {
+            return;
+        }
+        let (start, next) = (shape.cell(blocks, 0, 0, 0, 0), shape.cell(blocks, 0, 0, 1, 0));
+        let all = shape.cells(blocks);
+        for piece in todo {
+            piece.source = (piece.source + next - start).min(all - piece.cells);
+        }
+    }
+
     pub(super) fn read_piece(&mut self, id: u64) {
         let clogged = self.reads.get(&id).and_then(|read| self.links.get(&read.link)?.clogged(self.now));
         let Some(mut read) = self.reads.remove(&id) else { return };
@@ -144,22 +169,22 @@ impl World {
             self.reads.insert(id, read);
             return self.at(until, Event::ReadPiece { read: id });
         }
-        let Some((source, destination)) = read.todo.pop() else {
+        let Some(piece) = read.todo.pop() else {
             self.reads.insert(id, read);
             return;
         };
-        match self.source_cell(read.from, source) {
-            Some(value) => {
-                let wrong = read.wrong || read.spoils == Some(destination);
-                self.write_cell(&read, destination, if wrong { WRONG ^ value } else { value })
-            }
-            None => {
+        for cell in 0..piece.cells {
+            let (source, destination) = (piece.source + cell, piece.destination + cell);
+            let Some(value) = self.source_cell(read.from, source) else {
                 // The owner is gone, and this transport notices.
                 if read.doom.is_none() {
                     read.doom = Some(Failure::new(LoadFailure::PeerLost, "the peer is gone"));
                 }
                 read.todo.clear();
-            }
+                break;
+            };
+            let wrong = read.wrong || read.spoils == Some(destination);
+            self.write_cell(&read, destination, if wrong { WRONG ^ value } else { value });
         }
         let done = read.todo.is_empty();
         if done && read.told {
@@ -189,17 +214,15 @@ impl World {
         if !engine.alive || engine.life != read.to.life {
             return;
         }
-        let size = engine.pool.size as usize;
-        let tag = engine.pool.tags[cell % size];
+        let block = engine.shape.block_of(engine.pool.size, cell);
+        let tag = engine.pool.tags[block];
         if let Some(worker) = engine.workers.get_mut(read.to.rank) {
             worker.memory[cell] = value;
         }
         if tag != Some(read.pull.load) {
             let what = format!(
                 "the read of {} writes block {} of D {}, which belongs to {tag:?} now",
-                read.pull.load,
-                cell % size,
-                read.to.engine
+                read.pull.load, block, read.to.engine
             );
             self.violate(Invariant::Quiet, what);
         }
@@ -311,4 +334,16 @@ impl Read {
     fn write_until(&mut self, wait: Time) {
         self.pace = (wait / (self.todo.len() as u64 + 1)).max(1);
     }
+}
+
+/// A range in pieces of a few cells.
+fn pieces(range: &ReadRange) -> impl Iterator<Item = Piece> + use<> {
+    let (source, destination) = (range.remote_offset / CELL_BYTES, range.local_offset / CELL_BYTES);
+    let (source, destination) = (source as usize, destination as usize);
+    let all = (range.len / CELL_BYTES) as usize;
+    (0..all).step_by(PIECE_CELLS).map(move |at| Piece {
+        source: source + at,
+        destination: destination + at,
+        cells: PIECE_CELLS.min(all - at),
+    })
 }

@@ -13,11 +13,10 @@ use kv_sched::RequestEnd;
 
 use super::canary::Canary;
 use super::dice::Dice;
-use super::engine::BLOCK_TOKENS;
 use super::invariants::Invariant;
 use super::invariants::sparing::Account;
-use super::pool::ids;
 use super::requests::{Request, Stage};
+use super::shape::BLOCK_TOKENS;
 use super::world::World;
 
 /// Longer than every limit on a load of a world.
@@ -276,11 +275,11 @@ impl World {
     ) {
         let engine = &mut self.engines[index];
         let early = engine.enters_early;
+        let lists = engine.requests.get(id).map_or_else(Vec::new, |record| engine.lists(&record.blocks));
         let (Some(scheduler), Some(record)) = (&mut engine.scheduler, engine.requests.get_mut(id)) else {
             return;
         };
-        let blocks = ids(&record.blocks);
-        if let Err(error) = scheduler.blocks_allocated(now, id, local_tokens, remote, &[blocks]) {
+        if let Err(error) = scheduler.blocks_allocated(now, id, local_tokens, remote, &lists) {
             let what = format!("blocks of {id} refused on engine {index}: {error}");
             return self.violate(Invariant::Calm, what);
         }

@@ -7,10 +7,11 @@ use kv_sched::{RequestEnd, Role as Task, SchedError};
 use serde_json::{Value, json};
 
 use super::canary::Canary;
-use super::engine::{BLOCK_TOKENS, Role};
+use super::engine::Role;
 use super::faults::FaultKind;
 use super::invariants::Invariant;
-use super::pool::{GARBAGE, ids, stamp};
+use super::pool::GARBAGE;
+use super::shape::BLOCK_TOKENS;
 use super::world::{Event, HEAL_AT, MS, Prompt, Time, World};
 
 /// Added to a prompt's number if it was changed on its way: content that this world does not know.
@@ -290,27 +291,25 @@ impl World {
 
     /// A prompt is computed in chunks: the blocks of this turn get their content.
     fn compute_chunk(&mut self, index: usize, request: &Request, left: u64, of: u64) {
-        let all = request.computes.div_ceil(BLOCK_TOKENS) as usize;
+        let all = request.computes.div_ceil(self.engines[index].shape.block_tokens) as usize;
         let after = |left: u64| all * (of - left) as usize / of as usize;
         for position in after(left)..after(left - 1) {
             let Some(block) = request.blocks.get(position) else { return };
-            let origin = self.origin(request.prompt, position);
-            self.fill(index, *block, |layer, rank| stamp(origin, position, layer, rank));
+            self.fill_with(index, *block, request.prompt, position);
         }
     }
 
     /// On D: what was missing was computed in the turns that are over.
     fn compute_missing(&mut self, index: usize, request: &Request) {
         for (position, block) in request.blocks.iter().enumerate().skip(request.good as usize) {
-            let origin = self.origin(request.prompt, position);
-            self.fill(index, *block, |layer, rank| stamp(origin, position, layer, rank));
+            self.fill_with(index, *block, request.prompt, position);
         }
         self.enter(index, request.prompt, &request.blocks, 0..request.blocks.len(), false);
     }
 
     fn admit(&mut self, index: usize, id: &RequestId, request: &Request) {
         let tokens = self.prompt_len(request.prompt);
-        let needed = tokens.div_ceil(BLOCK_TOKENS) as usize;
+        let needed = tokens.div_ceil(self.engines[index].shape.block_tokens) as usize;
         let consumes = request.task == Task::Consumer;
         let found = if consumes { self.cached_prefix(index, request.prompt) } else { Vec::new() };
         let Some(blocks) = self.engines[index].pool.take(&found, needed) else { return };
@@ -334,15 +333,11 @@ impl World {
             record.computes = computes;
         }
         for (position, block) in blocks.iter().enumerate().skip(found.len()) {
-            let known = position < cached as usize;
-            let origin = self.origin(request.prompt, position);
-            self.fill(
-                index,
-                *block,
-                |layer, rank| {
-                    if known { stamp(origin, position, layer, rank) } else { GARBAGE }
-                },
-            );
+            if position < cached as usize {
+                self.fill_with(index, *block, request.prompt, position);
+            } else {
+                self.fill(index, *block, |_, _, _| GARBAGE);
+            }
         }
         if consumes {
             self.begin_here(index, id, found.len());
@@ -377,6 +372,11 @@ impl World {
         known.copied().unwrap_or(prompt)
     }
 
+    /// The prompt that a token's content is first of.
+    pub(super) fn origin_of_token(&self, prompt: usize, token: u32) -> usize {
+        self.origin(prompt, (token / BLOCK_TOKENS) as usize)
+    }
+
     /// Blocks of a prompt that are full.
     pub(super) fn full_blocks(&self, prompt: usize) -> usize {
         (self.prompt_len(prompt) / BLOCK_TOKENS) as usize
@@ -406,7 +406,7 @@ impl World {
         let whole = self.prompt_len(request.prompt);
         let end = RequestEnd::Complete {
             computed_tokens: if pretends { whole } else { request.computes },
-            blocks: vec![ids(&request.blocks)],
+            blocks: self.engines[index].lists(&request.blocks),
         };
         let engine = &mut self.engines[index];
         let Some(scheduler) = &mut engine.scheduler else { return };

@@ -65,7 +65,11 @@ impl World {
         }
         for order in &mut plan.consumer {
             if let ConsumerOrder::Load { load, groups, .. } = order {
+                let head: Vec<BlockId> = groups.first().map_or_else(Vec::new, |g| g.remote.iter().collect());
                 for group in groups {
+                    if self.canary == Some(Canary::WindowNotClipped) && group.group > 0 {
+                        group.remote = head.iter().copied().take(group.remote.len() as usize).collect();
+                    }
                     for BlockId(block) in group.local.iter() {
                         engine.pool.tags[block as usize] = Some(*load);
                     }

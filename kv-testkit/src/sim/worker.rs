@@ -18,10 +18,14 @@ use kv_worker::{WorkerConfig, WorkerLimits};
 use super::canary::Canary;
 use super::clock::Clock;
 use super::dice::Dice;
-use super::engine::{CELL_BYTES, LAYERS, Role};
+use super::engine::Role;
 use super::faults::FaultKind;
 use super::invariants::in_time::{Heard, Terms};
+use super::shape::{BLOCK_TOKENS, CELL_BYTES, LAYERS};
 use super::world::{Event, MS, Time, WorkerAt, World};
+
+/// Bytes of a block of a rank that holds one head.
+const BLOCK_BYTES: u64 = BLOCK_TOKENS as u64 * CELL_BYTES * LAYERS as u64;
 
 /// Limits of a world's workers: a tenth of what data centres use, so that more of them pass.
 const LIMITS: WorkerLimits = WorkerLimits {
@@ -36,9 +40,9 @@ const LIMITS: WorkerLimits = WorkerLimits {
     confirm_repeat: Duration::from_millis(100),
     renew_every: Duration::from_millis(100),
     // Some reads of a world are that long, others are not.
-    prolong_bytes: 3 * CELL_BYTES * LAYERS as u64,
+    prolong_bytes: 3 * BLOCK_BYTES,
     retries: 1,
-    portion_bytes: 2 * CELL_BYTES * LAYERS as u64,
+    portion_bytes: 2 * BLOCK_BYTES,
     remember_ended: Duration::from_millis(2_000),
     peer_idle: Duration::from_millis(5_000),
     self_check_every: Duration::from_secs(10),
@@ -57,7 +61,7 @@ pub(super) struct WorkerNode {
     pub(super) fingerprint: Fingerprint,
     pub(super) clock: Clock,
     pub(super) paused_until: Time,
-    /// What its cells hold, by layer and block.
+    /// What its cells hold; see [`super::shape`].
     pub(super) memory: Vec<u64>,
     /// When the last plan on its way arrives.
     pub(super) plans_until: Time,
@@ -96,8 +100,12 @@ pub(super) fn worker_config(
 }
 
 impl WorkerNode {
-    pub(super) fn new(config: WorkerConfig, layout: BlockLayout, fingerprint: Fingerprint) -> Self {
-        let cells = LAYERS * layout.blocks as usize;
+    pub(super) fn new(
+        config: WorkerConfig,
+        layout: BlockLayout,
+        cells: usize,
+        fingerprint: Fingerprint,
+    ) -> Self {
         let mut dice = Dice::new(config.incarnation.get() ^ u64::from(config.rank.0) << 7);
         let local = LocalMemory { layout, regions: vec![RegionId(0)] };
         Self {
@@ -292,9 +300,4 @@ impl World {
             }
         }
     }
-}
-
-/// The cells that a range of bytes covers.
-pub(super) fn cells(offset: u64, len: u64) -> std::ops::Range<usize> {
-    (offset / CELL_BYTES) as usize..((offset + len) / CELL_BYTES) as usize
 }

@@ -15,11 +15,12 @@ use serde_json::Value;
 use super::canary::Canary;
 use super::dice::Dice;
 use super::digests::Digesting;
-use super::engine::{BLOCK_TOKENS, Engine, Role};
+use super::engine::{Engine, Role};
 use super::faults::{FaultKind, FaultPlan};
 use super::invariants::{self, Invariant, Violation};
 use super::links::Link;
 use super::reads::Read;
+use super::shape::{BLOCK_TOKENS, PROMPT_MAX_TOKENS, Shape};
 
 /// Microseconds of the world's own time.
 pub(super) type Time = u64;
@@ -233,18 +234,24 @@ impl World {
         let fault_dice = FaultKind::ALL.iter().map(|kind| (*kind, fault_source.split())).collect();
         let drawn = FaultPlan::draw(&mut fault_source);
         let faults = settings.faults.clone().unwrap_or(drawn);
-        let ranks = if draw.chance(100) { 3 } else { draw.between(1, 2) } as usize;
+        let checksums = draw.chance(400);
+        // Digests can be compared only of blocks that are the same byte for byte.
+        let alike = checksums || draw.chance(300);
+        let [of_p, of_d] = Shape::draw(&mut draw, alike);
         let (producers, consumers) = (draw.between(1, 2) as usize, draw.between(1, 3) as usize);
         let mut engines = Vec::new();
         for index in 0..producers + consumers {
-            let role = if index < producers { Role::Producer } else { Role::Consumer };
-            engines.push(Engine::new(role, ranks, &mut draw));
+            let (role, shape) =
+                if index < producers { (Role::Producer, of_p) } else { (Role::Consumer, of_d) };
+            engines.push(Engine::new(role, shape, &mut draw));
         }
         let requests = draw.between(2, 12) as usize;
         let mut prompts: Vec<Prompt> = Vec::new();
         for number in 0..requests {
             let mut prompt = Prompt {
-                tokens: (0..draw.between(1, 22)).map(|i| (number as u32 + 1) * 100 + i as u32).collect(),
+                tokens: (0..draw.between(1, PROMPT_MAX_TOKENS.into()))
+                    .map(|i| (number as u32 + 1) * 100 + i as u32)
+                    .collect(),
                 origin: Vec::new(),
                 producer: draw.below(producers as u64) as usize,
                 consumer: producers + draw.below(consumers as u64) as usize,
@@ -257,7 +264,6 @@ impl World {
             prompts.push(prompt);
         }
         let reads_outlive_owner = draw.chance(400);
-        let checksums = draw.chance(400);
         // Without checksums a transport that corrupts is outside of the promise.
         let faults = if checksums { faults } else { faults.without(FaultKind::ReadCorrupt) };
         let mut world = Self {

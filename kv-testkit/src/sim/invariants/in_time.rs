@@ -4,7 +4,7 @@
 //! longest life. Kept by a second account of grants and renewals, in the clock of P's worker. A worker that stood still,
 //! or whose clock jumped, may be late for what fell into that time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kv_proto::message::WorkerMessage;
@@ -27,6 +27,8 @@ pub(in super::super) struct Terms {
     grace: Duration,
     /// How long it lives at least, by the connections over which it was named.
     sure: BTreeMap<u64, Moment>,
+    /// Readers that have ended their part, whatever of theirs is still on its way.
+    over: BTreeSet<WorkerAt>,
 }
 
 impl Terms {
@@ -37,6 +39,7 @@ impl Terms {
             renewal: Duration::from_millis(terms.renewal_ms),
             grace: Duration::from_millis(terms.grace_ms),
             sure: BTreeMap::new(),
+            over: BTreeSet::new(),
         }
     }
 }
@@ -57,6 +60,15 @@ impl World {
         if let (WorkerMessage::Hello { .. }, Some(worker)) = (message, self.worker(at)) {
             worker.heard.last = Some(worker.clock.read(now));
         }
+        let reader = self.links.get(&link).map(|link| link.consumer);
+        // Who has ended its part wants the lease no more, whether others of its engine still read or not.
+        if let WorkerMessage::ReadDone { lease, more: false, .. } | WorkerMessage::Release { lease, .. } =
+            message
+            && let Some(terms) = self.worker(at).and_then(|worker| worker.terms.get_mut(lease))
+        {
+            terms.sure.remove(&link);
+            terms.over.extend(reader);
+        }
         let WorkerMessage::Renew { seq, all, wanted, dropped } = message else { return };
         let held: Vec<LeaseId> = wanted
             .iter()
@@ -76,7 +88,8 @@ impl World {
         }
         worker.heard.lists.insert(link, *seq);
         for (lease, terms) in &mut worker.terms {
-            if held.contains(lease) {
+            let is_over = reader.is_some_and(|reader| terms.over.contains(&reader));
+            if held.contains(lease) && !is_over {
                 terms.sure.insert(link, (local + terms.renewal).min(terms.latest));
             } else {
                 terms.sure.remove(&link);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kv_proto::{LoadId, LoadStats, Moment, PeerLocator, PullEnd};
+use kv_proto::{LoadFailure, LoadId, LoadStats, Moment, PeerLocator, PullEnd};
 
 use super::{Comparison, LocalMemory, Pull, Pulls, State};
 use crate::config::WorkerConfig;
@@ -35,9 +35,9 @@ impl Pulls {
         self.loads.insert(load, parts);
     }
 
-    /// Why a load has failed, if it has and not all of its pulls have ended.
+    /// Why a pull of this load need not begin, if the load has failed and not all of its pulls have ended.
     pub(super) fn failed(&self, load: LoadId) -> Option<Failure> {
-        self.loads.get(&load)?.failed.clone()
+        self.loads.get(&load)?.failed.as_ref().map(elsewhere)
     }
 
     /// It is known how many sources a producer has: loads that waited for that pull from all of them.
@@ -106,7 +106,7 @@ impl Pulls {
             };
             self.ended.push((load, end));
         } else if let Some(failure) = first_failure {
-            self.spoil_load(now, config, load, &failure, out);
+            self.spoil_load(now, config, load, &elsewhere(&failure), out);
         }
     }
 
@@ -130,4 +130,9 @@ impl Pulls {
     pub(super) fn is_waiting(&self, id: PullId) -> bool {
         self.pulls.get(&id).is_some_and(|pull| matches!(pull.state, State::Waiting { .. }))
     }
+}
+
+/// What ends the pulls beside one that failed. Their own workers, and the connections to these, have done nothing wrong.
+fn elsewhere(failure: &Failure) -> Failure {
+    Failure::new(LoadFailure::Cancelled, format!("failed at another worker: {failure}"))
 }
