@@ -206,6 +206,7 @@ fn copy_region(
                     remote: Place::of(remote, their_region, from - their_first, part.remote_element),
                     heads: to - from,
                     row: u64::from(part.elements) * region.dtype.bytes(),
+                    is_whole: false,
                 });
             }
         }
@@ -264,7 +265,7 @@ fn join(copies: Vec<Copy>, local: &BlockLayout, kinds: &[GroupKind]) -> Vec<Copy
         let tokens = if kind == GroupKind::State { 1 } else { local.block_tokens };
         let pieces = copy.pieces(tokens);
         let copy = if pieces.inner.count == 1 && pieces.outer.count == 1 {
-            Copy { heads: 1, row: pieces.len, local: whole(copy.local), remote: whole(copy.remote), ..copy }
+            Copy { row: pieces.len, is_whole: true, ..copy }
         } else {
             copy
         };
@@ -276,18 +277,12 @@ fn join(copies: Vec<Copy>, local: &BlockLayout, kinds: &[GroupKind]) -> Vec<Copy
     joined
 }
 
-/// A place whose rows are whole blocks: as if a block were one token of one head.
-const fn whole(place: Place) -> Place {
-    Place { head: 0, token: 0, ..place }
-}
-
 fn touch(a: &Copy, b: &Copy) -> bool {
-    let is_whole = |c: &Copy| c.heads == 1 && c.local.token == 0 && c.remote.token == 0;
     let beside = |a: &Place, b: &Place| {
         a.memory == b.memory && a.block == b.block && a.kernel == b.kernel
     };
-    is_whole(a)
-        && is_whole(b)
+    a.is_whole
+        && b.is_whole
         && a.group == b.group
         && beside(&a.local, &b.local)
         && beside(&a.remote, &b.remote)

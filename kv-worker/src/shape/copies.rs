@@ -54,8 +54,10 @@ pub struct Copy {
     pub remote: Place,
     /// Heads.
     pub heads: u32,
-    /// Bytes of one head of one token; of a whole block, where neighbours were joined.
+    /// Bytes of one head of one token; of a whole block, if these are.
     pub row: u64,
+    /// Blocks are copied whole, so that heads and tokens do not matter.
+    pub is_whole: bool,
 }
 
 /// What one copy reads of some tokens that lie one after the other on both sides: `outer` times `inner` pieces.
@@ -89,6 +91,9 @@ impl Copy {
         let heads = Steps { count: self.heads as u64, local: self.local.head, remote: self.remote.head };
         let tokens = Steps { count: tokens as u64, local: self.local.token, remote: self.remote.token };
         let row = self.row;
+        if self.is_whole {
+            return Pieces { len: row, inner: Steps::ONCE, outer: Steps::ONCE };
+        }
         if tokens.are_close(row) {
             let len = tokens.count * row;
             if heads.are_close(len) {
@@ -109,10 +114,5 @@ impl Copy {
         } else {
             Pieces { len: row, inner: heads, outer: tokens }
         }
-    }
-
-    /// Bytes of one token.
-    pub const fn bytes_per_token(&self) -> u64 {
-        self.row * self.heads as u64
     }
 }

@@ -10,7 +10,7 @@ use kv_transport::{Address, RegionKey};
 use super::{Change, Peer, Peers, Remote, SourceKey, State, TimerKey};
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, Failure, LinkId};
-use crate::shape::{RemoteRank, SourcePlan, compile};
+use crate::shape::{RemoteRank, ShapeError, SourcePlan, compile};
 
 impl Peers {
     /// A handshake ended. The layout is that of our own blocks.
@@ -101,7 +101,12 @@ impl Peers {
             card.workers.iter().map(|w| RemoteRank { rank: w.rank, layout: &w.layout }).collect();
         let plan = compile(layout, config.rank, config.topology, &ranks, card.topology).map_err(|error| {
             let detail = format!("the cache of engine {} cannot be brought into ours: {error}", card.engine);
-            Failure::new(LoadFailure::Incompatible, detail)
+            let reason = match error {
+                ShapeError::NoSuchRank { .. } | ShapeError::Topology(_) => LoadFailure::HandshakeMalformed,
+                ShapeError::Heads { side: "theirs", .. } => LoadFailure::HandshakeMalformed,
+                _ => LoadFailure::Incompatible,
+            };
+            Failure::new(reason, detail)
         })?;
         let renew_every = (card.renew_every_ms > 0).then(|| Duration::from_millis(card.renew_every_ms));
         let sources = plan.sources.into_iter();
