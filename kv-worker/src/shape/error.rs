@@ -68,6 +68,14 @@ pub enum ShapeError {
         /// Theirs.
         theirs: GroupKind,
     },
+    /// Two layers that use the same bytes here, and different ones there.
+    #[error("layers {other} and {layer} share their cache here, and each has its own there")]
+    Shared {
+        /// The later layer.
+        layer: String,
+        /// The one whose cache it uses.
+        other: String,
+    },
     /// Tokens that are dealt out over ranks in blocks of unequal size.
     #[error(
         "tokens are dealt out over ranks in blocks of {ours} here and of {theirs} there; the sizes must be equal"

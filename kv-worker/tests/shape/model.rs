@@ -172,11 +172,12 @@ pub(crate) fn reasons(pair: &Pair) -> Vec<(&'static str, Vec<String>)> {
         all.extend(differ("group", ours.group.to_string(), theirs.group.to_string()));
         let their_kind = p.kinds[theirs.group as usize];
         all.extend(differ("kind of group", kind.to_string(), their_kind.to_string()));
-        let seen = root(d, index);
-        if let Some((seen_there, _)) = by_name(p, &d.layers[seen].name)
-            && root(p, seen_there) != root(p, their_index)
-        {
-            all.push(("one cache for two", vec![ours.name.clone(), d.layers[seen].name.clone()]));
+        for other in (0..index).filter(|other| root(d, *other) == root(d, index)) {
+            if let Some((other_there, other)) = by_name(p, &d.layers[other].name)
+                && root(p, other_there) != root(p, their_index)
+            {
+                all.push(("one cache for two", vec![ours.name.clone(), other.name.clone()]));
+            }
         }
     }
     all
