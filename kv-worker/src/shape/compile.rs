@@ -177,6 +177,10 @@ fn check_shared(
 ) -> Result<(), ShapeError> {
     for remote in theirs {
         let (of_first, of_second) = (pairs(ours, first, remote)?, pairs(ours, second, remote)?);
+        let theirs = has(remote.layout, &second.layer);
+        if of_second.is_empty() && theirs != "nothing" {
+            return Err(ShapeError::Layer { layer: second.layer.clone(), kind: second.kind, theirs });
+        }
         for pair in &of_second {
             compare(ours.layout, second, remote.layout, &remote.layout.regions[pair.remote_region])?;
         }
