@@ -123,7 +123,9 @@ pub enum BlocksError {
         blocks: u32,
     },
     /// A list that ends before the tokens do, or goes on behind them.
-    #[error("group {group}: {tokens} tokens end in {side} block {needed} of the sequence, the list ends with block {got}")]
+    #[error(
+        "group {group}: {tokens} tokens end in {side} block {needed} of the sequence, the list ends with block {got}"
+    )]
     Length {
         /// The group.
         group: u32,
@@ -135,6 +137,18 @@ pub enum BlocksError {
         needed: u64,
         /// The block that the list ends with.
         got: u64,
+    },
+    /// A state that is not one block.
+    #[error("group {group}: the state after {tokens} tokens is one block, the {side} list has {got}")]
+    State {
+        /// The group.
+        group: u32,
+        /// `local` or `remote`.
+        side: &'static str,
+        /// Tokens that the state is after.
+        tokens: u32,
+        /// Blocks in the list.
+        got: u32,
     },
     /// A remote list that begins behind the first token that is needed.
     #[error("group {group}: the remote list begins at token {begins}, tokens from {needed} on are needed")]

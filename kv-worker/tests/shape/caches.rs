@@ -54,7 +54,8 @@ fn rank_of(rng: &mut Rng, engine: &Engine, rank: u32, shared: bool) -> RankCache
     let kernels = u64::from(engine.block_tokens / engine.kernel_tokens);
     let own = |group: usize| -> Vec<Wanted> {
         let layers = engine.layers.iter().enumerate();
-        let of = layers.filter(|(index, l)| l.group as usize == group && l.stage == stage && l.looks_at == *index);
+        let of =
+            layers.filter(|(index, l)| l.group as usize == group && l.stage == stage && l.looks_at == *index);
         of.flat_map(|(index, layer)| regions_of(engine, index, layer)).collect()
     };
     let kernels_of = |group: usize| if engine.kinds[group] == GroupKind::State { 1 } else { kernels };

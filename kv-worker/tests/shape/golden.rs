@@ -92,7 +92,13 @@ fn rows(p: Topology, d: Topology, heads: u32, state: u32) -> Vec<Row> {
 
 /// A rank that reads from one other and has to do with no more.
 fn one(source: u32, offset: u64) -> Row {
-    Row { targets: vec![source], sources: vec![source], slots: vec![(source, 0)], offsets: vec![offset], state: vec![] }
+    Row {
+        targets: vec![source],
+        sources: vec![source],
+        slots: vec![(source, 0)],
+        offsets: vec![offset],
+        state: vec![],
+    }
 }
 
 fn several(targets: &[u32], sources: &[u32]) -> Row {
@@ -198,6 +204,7 @@ fn sizes_of_which_neither_divides_the_other() {
     let head = u64::from(HEAD_SIZE * BLOCK_TOKENS) * Dtype::Bf16.bytes();
     let of = |s: &SourcePlan| (s.rank.0, s.copies[0].local.at / head, s.copies[0].remote.at / head);
     let plans = compiled(tp(2), tp(3), 6, 0);
-    let firsts: Vec<Vec<(u32, u64, u64)>> = plans.iter().map(|p| p.sources.iter().map(of).collect()).collect();
+    let firsts: Vec<Vec<(u32, u64, u64)>> =
+        plans.iter().map(|p| p.sources.iter().map(of).collect()).collect();
     assert_eq!(firsts, [vec![(0, 0, 0)], vec![(0, 0, 2), (1, 1, 0)], vec![(1, 0, 1)]]);
 }

@@ -39,12 +39,7 @@ fn bytes_of(layer: &Layer, part: &Part) -> u32 {
 }
 
 /// Calls `each` with every byte that a rank keeps in the blocks of one side's lists, and where it lies.
-fn walk(
-    engine: &Engine,
-    rank: u32,
-    lists: &[(u32, Vec<u32>)],
-    mut each: impl FnMut(Cell, usize, usize),
-) {
+fn walk(engine: &Engine, rank: u32, lists: &[(u32, Vec<u32>)], mut each: impl FnMut(Cell, usize, usize)) {
     let tensor = engine.topology.ranks / engine.topology.stages;
     let (stage, seat) = (rank / tensor, rank % tensor);
     let layout = &engine.ranks[rank as usize].layout;
@@ -54,7 +49,8 @@ fn walk(
         for (number, part) in layer.parts.iter().enumerate() {
             // The region that holds the part, and where a head's row of it begins in there.
             let alone = layout.regions.iter().find(|r| r.layer == layer.name && r.kind == part.kind);
-            let both = || layout.regions.iter().find(|r| r.layer == layer.name && r.kind == RegionKind::KeyValue);
+            let both =
+                || layout.regions.iter().find(|r| r.layer == layer.name && r.kind == RegionKind::KeyValue);
             let region = alone.or_else(both).expect("a rank of the layer's stage keeps it");
             let begin = match part.kind {
                 RegionKind::Value if alone.is_none() => bytes_of(layer, &layer.parts[0]),
@@ -134,7 +130,10 @@ pub(crate) fn reasons(pair: &Pair) -> Vec<(&'static str, Vec<String>)> {
         let tensor = engine.topology.ranks / engine.topology.stages;
         for part in engine.layers.iter().flat_map(|l| &l.parts) {
             if !part.heads.is_multiple_of(tensor) && !tensor.is_multiple_of(part.heads) {
-                all.push(("uneven heads", vec![format!("of {} heads", part.heads), format!("with {tensor} ")]));
+                all.push((
+                    "uneven heads",
+                    vec![format!("of {} heads", part.heads), format!("with {tensor} ")],
+                ));
             }
             if engine.topology.context > 1 && part.heads != 1 {
                 all.push(("dealt heads", vec![format!("{} heads", part.heads)]));
@@ -311,7 +310,9 @@ fn compare(fates: &[Vec<Fate>], before: &Bytes, after: &Bytes) -> Result<(), Str
                 Fate::Free => true,
             };
             if !fine {
-                return Err(format!("byte {at} of memory {memory}: {is:#x}, was {was:#x}, should be {fate:x?}"));
+                return Err(format!(
+                    "byte {at} of memory {memory}: {is:#x}, was {was:#x}, should be {fate:x?}"
+                ));
             }
         }
     }
@@ -340,10 +341,8 @@ fn refusal_is_told(message: &str, reasons: &[(&'static str, Vec<String>)]) -> Re
 /// Compiles and applies a pair for every rank of the consumer, and compares with what must be.
 pub(crate) fn judge(pair: &Pair, portion: Option<u64>) -> Result<Verdict, String> {
     let reasons = reasons(pair);
-    let remotes: Vec<RemoteRank<'_>> = (0..)
-        .zip(pair.p.layouts())
-        .map(|(rank, layout)| RemoteRank { rank: Rank(rank), layout })
-        .collect();
+    let remotes: Vec<RemoteRank<'_>> =
+        (0..).zip(pair.p.layouts()).map(|(rank, layout)| RemoteRank { rank: Rank(rank), layout }).collect();
     let mut plans: Vec<ShapePlan> = Vec::new();
     let mut refused = false;
     for (rank, layout) in (0..).zip(pair.d.layouts()) {

@@ -106,7 +106,9 @@ fn many(from: u64, count: u64) {
                 ranges += r;
                 seen.accepted(&pair);
             }
-            Ok((_, Verdict::Refused(reasons))) => REASONS.iter().for_each(|r| seen.count(r, reasons.contains(r))),
+            Ok((_, Verdict::Refused(reasons))) => {
+                REASONS.iter().for_each(|r| seen.count(r, reasons.contains(r)))
+            }
             Err(what) => panic!("seed {seed}: {what}"),
         }
     }

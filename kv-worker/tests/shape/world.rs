@@ -116,7 +116,8 @@ fn layers(rng: &mut Rng, kinds: &[GroupKind], per_group: &[u32], single: bool) -
         let parts = match kind {
             GroupKind::State => {
                 let conv = part(RegionKind::Conv, heads, size);
-                let ssm = part(RegionKind::Ssm, if rng.chance(50) { heads * 2 } else { heads }, 1 + rng.below(3));
+                let ssm =
+                    part(RegionKind::Ssm, if rng.chance(50) { heads * 2 } else { heads }, 1 + rng.below(3));
                 if rng.chance(30) { vec![ssm] } else { vec![conv, ssm] }
             }
             _ if single || rng.chance(10) => vec![part(RegionKind::KeyValue, heads, size)],
@@ -304,7 +305,11 @@ pub(crate) fn pair(seed: u64) -> Pair {
     d.blocks = pool(rng, &d_lists, shared[1]);
     let groups = groups
         .into_iter()
-        .zip(draw(rng, &p_lists, p.blocks, shared[0]).into_iter().zip(draw(rng, &d_lists, d.blocks, shared[1])))
+        .zip(
+            draw(rng, &p_lists, p.blocks, shared[0])
+                .into_iter()
+                .zip(draw(rng, &d_lists, d.blocks, shared[1])),
+        )
         .map(|(group, (remote, local))| GroupBlocks { remote, local, ..group })
         .collect();
     caches::lay_out(rng, &mut p, shared[0]);
