@@ -1,5 +1,6 @@
 //! The compiler for pairs of shapes: known mappings, a model that looks at each byte, and blocks that cannot be.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test fails by panicking.
+#![allow(clippy::print_stdout)] // It prints how often it saw what.
 
 #[path = "shape/blocks.rs"]
 mod blocks;

@@ -46,7 +46,7 @@ dtype = \"bf16\"
 ranks = 2
 block_tokens = 64
 kernel_tokens = 16
-order = \"nhd\"
+order = \"hnd\"
 
 # A model with several kinds of attention names its block groups. These would be one with full attention in every
 # sixth layer, and a window of 1024 tokens in the others:

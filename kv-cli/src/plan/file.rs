@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use kv_connector::proto::blocks::BLOCKS_MAX;
-use kv_connector::proto::{BlockLayout, BlockOrder, Dtype, GroupKind, Rank, RegionKind, RegionLayout, Topology};
+use kv_connector::proto::{
+    BlockLayout, BlockOrder, Dtype, GroupKind, Rank, RegionKind, RegionLayout, Topology,
+};
 use serde::Deserialize;
 
 use crate::error::Failure;
@@ -145,6 +147,17 @@ impl Shape {
         }
         let stages = self.stage_of_layers().map_err(failed)?;
         let groups = self.group_of_layers().map_err(failed)?;
+        for group in 0..(self.groups.len() as u32).max(1) {
+            for (kind, total, _) in self.parts(group) {
+                let (what, tensor) =
+                    (if kind == RegionKind::Ssm { "parts" } else { "heads" }, topology.tensor());
+                if topology.heads_of(Rank(0), total).is_none() {
+                    return Err(failed(format!(
+                        "{total} {what} cannot be shared out over {tensor} ranks of a stage; one of the two must divide the other"
+                    )));
+                }
+            }
+        }
         let mut layouts = Vec::with_capacity(self.ranks as usize);
         for rank in 0..self.ranks {
             let stage = topology.stage(Rank(rank));
@@ -160,7 +173,8 @@ impl Shape {
     fn stage_of_layers(&self) -> Result<Vec<u32>, String> {
         let (layers, stages) = (self.layers, self.stages);
         let even = || (0..stages).map(|s| layers / stages + u32::from(s < layers % stages)).collect();
-        let counts: Vec<u32> = if self.layers_per_stage.is_empty() { even() } else { self.layers_per_stage.clone() };
+        let counts: Vec<u32> =
+            if self.layers_per_stage.is_empty() { even() } else { self.layers_per_stage.clone() };
         let sum: u64 = counts.iter().map(|c| u64::from(*c)).sum();
         if counts.len() != stages as usize || sum != u64::from(layers) {
             return Err(format!(
@@ -181,8 +195,12 @@ impl Shape {
             group.check(number)?;
             for layer in numbers(&group.layers)? {
                 match of.get_mut(layer as usize) {
-                    None => return Err(format!("group {number} has layer {layer}; there are {}", self.layers)),
-                    Some(Some(other)) => return Err(format!("layer {layer} is in groups {other} and {number}")),
+                    None => {
+                        return Err(format!("group {number} has layer {layer}; there are {}", self.layers));
+                    }
+                    Some(Some(other)) => {
+                        return Err(format!("layer {layer} is in groups {other} and {number}"));
+                    }
                     Some(free) => *free = Some(number),
                 }
             }
@@ -193,7 +211,9 @@ impl Shape {
 
     fn kind(&self, group: u32) -> GroupKind {
         match self.groups.get(group as usize) {
-            Some(Group { kind: Kind::Window, window, .. }) => GroupKind::Window { tokens: window.unwrap_or(0) },
+            Some(Group { kind: Kind::Window, window, .. }) => {
+                GroupKind::Window { tokens: window.unwrap_or(0) }
+            }
             Some(Group { kind: Kind::State, .. }) => GroupKind::State,
             _ => GroupKind::Full,
         }
@@ -220,12 +240,10 @@ impl Shape {
             let group = groups[*layer as usize];
             let tokens = if self.kind(group) == GroupKind::State { 1 } else { self.block_tokens };
             for (kind, total, head_size) in self.parts(group) {
-                // Heads that do not come out even are refused by the compiler, in its words.
-                let share = topology.heads_of(Rank(rank), total).map(|(_, share)| share);
-                let heads = share.unwrap_or((total / topology.tensor()).max(1));
-                let block_bytes = [tokens, head_size].iter().fold(u64::from(heads), |product, factor| {
-                    product.saturating_mul(u64::from(*factor))
-                });
+                let heads = topology.heads_of(Rank(rank), total).map_or(0, |(_, share)| share);
+                let block_bytes = [tokens, head_size]
+                    .iter()
+                    .fold(u64::from(heads), |product, factor| product.saturating_mul(u64::from(*factor)));
                 let block_bytes = block_bytes.saturating_mul(self.dtype.bytes());
                 regions.push(RegionLayout {
                     layer: format!("layers.{layer}"),
@@ -295,7 +313,9 @@ impl Group {
             ("part_size", self.part_size.is_some(), Kind::State),
         ] {
             match (is_there, self.kind == kind) {
-                (true, false) => return Err(format!("group {number}: {field} is only for kind {kind:?}").to_lowercase()),
+                (true, false) => {
+                    return Err(format!("group {number}: {field} is only for kind {kind:?}").to_lowercase());
+                }
                 (false, true) => return Err(format!("group {number}: {field} is missing")),
                 _ => {}
             }

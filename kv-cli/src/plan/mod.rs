@@ -14,16 +14,21 @@ use serde_json::json;
 use self::file::Shape;
 use crate::error::Failure;
 
-/// Takes two shape files, which describe an engine each, and compiles them with the code that the workers use when
-/// they meet. Nothing is started and nothing is read.
-///
-/// The picture shows for each rank of D the ranks of P that it has to do with, and which layers and heads it reads
-/// from them. The table has bytes, and for a sample prompt the pieces that are read and the ranges that they are
-/// joined to: where blocks lie one after the other on both sides, and where they are scattered.
-///
-/// The exit code is 0 if the engines fit, 1 if not (the sentence says why, with both sides' values), and 2 if a file
-/// cannot be used.
+/// Below the options.
+const HELP: &str = "\
+Takes two shape files, which describe an engine each, and compiles them with the code that the workers use when they
+meet. Nothing is started and nothing is read.
+
+The picture shows for each rank of D the ranks of P that it has to do with, and which layers and heads it reads from
+them. The table has bytes, and for a sample prompt the pieces that are read and the ranges that they are joined to:
+where blocks lie one after the other on both sides, and where they are scattered.
+
+The exit code is 0 if the engines fit, 1 if not (the sentence says why, with both sides' values), and 2 if a file cannot
+be used.";
+
+/// What can be asked for.
 #[derive(Args)]
+#[command(after_help = HELP)]
 pub(crate) struct PlanArgs {
     /// Shape of P, the engine that is read from: .toml or .json.
     #[arg(value_name = "P", required_unless_present = "example")]

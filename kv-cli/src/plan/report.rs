@@ -40,7 +40,8 @@ pub(super) fn as_text(sketch: &Sketch) -> String {
         text.push_str(&format!("P{:<3} waits for {what} {ranks}\n", served.rank));
     }
     let alike = sketch.consumer.iter().all(|reader| reader.identical);
-    let checksums = if alike { "can be compared: blocks are alike" } else { "cannot be compared: blocks differ" };
+    let checksums =
+        if alike { "can be compared: blocks are alike" } else { "cannot be compared: blocks differ" };
     text.push_str(&format!("checksums {checksums}\n"));
     text
 }
@@ -48,7 +49,8 @@ pub(super) fn as_text(sketch: &Sketch) -> String {
 fn picture(reader: &Reader, paint: &Paint) -> String {
     let mut branches: Vec<(u32, String)> = Vec::new();
     for source in &reader.sources {
-        let reads: Vec<String> = source.reads.iter().map(|share| words(share, source.reads.len() > 1)).collect();
+        let reads: Vec<String> =
+            source.reads.iter().map(|share| words(share, source.reads.len() > 1)).collect();
         branches.push((source.rank, paint.green(&reads.join("; "))));
     }
     for rank in &reader.silent {
@@ -96,7 +98,7 @@ fn table(sketch: &Sketch, coloured: bool) -> Table {
         head.push("B/state");
     }
     let sample = format!("B for {} tokens", sketch.tokens);
-    head.extend([sample.as_str(), "pieces", "ranges", "if scattered", "covered"]);
+    head.extend([sample.as_str(), "pieces", "ranges", "B/range", "if scattered", "covered"]);
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED).set_header(head);
     if !coloured {
@@ -110,7 +112,11 @@ fn table(sketch: &Sketch, coloured: bool) -> Table {
         let mut row = vec![
             Cell::new(format!("D{}", reader.rank)),
             Cell::new(format!("P {}", spans(&sources))),
-            Cell::new(if reader.silent.is_empty() { String::new() } else { format!("P {}", spans(&reader.silent)) }),
+            Cell::new(if reader.silent.is_empty() {
+                String::new()
+            } else {
+                format!("P {}", spans(&reader.silent))
+            }),
             right(reader.bytes_per_token),
             right(reader.bytes_per_block),
         ];
@@ -121,6 +127,7 @@ fn table(sketch: &Sketch, coloured: bool) -> Table {
             right(reader.sample.bytes),
             right(reader.sample.pieces),
             right(reader.sample.ranges),
+            right(reader.sample.bytes.checked_div(reader.sample.ranges).unwrap_or(0)),
             right(reader.sample.ranges_scattered),
             if coloured { covered.fg(color) } else { covered },
         ]);

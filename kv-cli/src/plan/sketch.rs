@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kv_connector::proto::{BlockId, BlockList, BlockLayout, GroupBlocks, GroupKind, Rank, RegionLayout};
+use kv_connector::proto::{BlockId, BlockLayout, BlockList, GroupBlocks, GroupKind, Rank, RegionLayout};
 use kv_connector::shape::{RemoteRank, ShapePlan, Side, SourcePlan, compile};
 use kv_connector::transport::{ReadPart, ReadRange, RegionId, RegionKey};
 use serde::Serialize;
@@ -140,7 +140,13 @@ fn read(source: &SourcePlan, groups: &[GroupBlocks]) -> Result<Vec<ReadPart>, Fa
     source.read_parts(side, groups).map_err(|e| failed(&e))
 }
 
-fn sample(p: &Engine, d: &Engine, layout: &BlockLayout, source: &SourcePlan, tokens: u32) -> Result<Sample, Failure> {
+fn sample(
+    p: &Engine,
+    d: &Engine,
+    layout: &BlockLayout,
+    source: &SourcePlan,
+    tokens: u32,
+) -> Result<Sample, Failure> {
     let ranges = |parts: &[ReadPart]| parts.iter().map(|part| part.ranges.len() as u64).sum();
     let (neighbours, scattered) = (load(p, d, layout, tokens, false), load(p, d, layout, tokens, true));
     let parts = read(source, &neighbours)?;
@@ -164,7 +170,8 @@ fn reader(p: &Engine, d: &Engine, rank: u32, plan: &ShapePlan, tokens: u32) -> R
     let mut found = Found::of(d, rank, &groups);
     let (mut sources, mut silent, mut sum) = (vec![], vec![], Sample::default());
     for source in &plan.sources {
-        let ranges: Vec<ReadRange> = read(source, &groups)?.into_iter().flat_map(|part| part.ranges).collect();
+        let ranges: Vec<ReadRange> =
+            read(source, &groups)?.into_iter().flat_map(|part| part.ranges).collect();
         let reads = found.shares(&ranges);
         if reads.is_empty() {
             silent.push(source.rank.0);
@@ -217,7 +224,8 @@ impl<'a> Found<'a> {
                 if is_state { (1, 1) } else { (layout.kernel_blocks(), layout.tokens_of_kernel()) };
             let row = u64::from(region.head_size) * region.dtype.bytes();
             let (head_step, token_step) = layout.order.steps(u64::from(region.heads), u64::from(slots), row);
-            let first_head = d.topology.heads_of(Rank(rank), region.all_heads()).map_or(0, |(first, _)| first);
+            let first_head =
+                d.topology.heads_of(Rank(rank), region.all_heads()).map_or(0, |(first, _)| first);
             let share = u64::from(d.topology.context_rank(Rank(rank)));
             for (entry, BlockId(block)) in (0u64..).zip(group.local.iter()) {
                 for kernel in 0..u64::from(kernels) {

@@ -20,7 +20,7 @@ impl Rng {
 
     /// A number below `end`.
     pub(crate) fn below(&mut self, end: u32) -> u32 {
-        ((self.next() >> 32) * u64::from(end) >> 32) as u32
+        (((self.next() >> 32) * u64::from(end)) >> 32) as u32
     }
 
     pub(crate) fn chance(&mut self, percent: u32) -> bool {
