@@ -12,5 +12,7 @@ mod golden;
 mod model;
 #[path = "shape/random.rs"]
 mod random;
+#[path = "shape/refusals.rs"]
+mod refusals;
 #[path = "shape/world.rs"]
 mod world;

@@ -324,8 +324,8 @@ fn compare(fates: &[Vec<Fate>], before: &Bytes, after: &Bytes) -> Result<(), Str
 pub(crate) enum Verdict {
     /// Refused, rightly, for this among others.
     Refused(Vec<&'static str>),
-    /// All ranks read what they need: so many bytes in so many ranges.
-    Read { bytes: u64, ranges: u64 },
+    /// All ranks read what they need: so many bytes in so many ranges. Of so many ranks blocks are alike.
+    Read { bytes: u64, ranges: u64, identical: u64 },
 }
 
 fn refusal_is_told(message: &str, reasons: &[(&'static str, Vec<String>)]) -> Result<(), String> {
@@ -361,7 +361,7 @@ pub(crate) fn judge(pair: &Pair, portion: Option<u64>) -> Result<Verdict, String
         return Err(format!("accepted in spite of {reasons:?}"));
     }
     let theirs = producer(pair);
-    let (mut bytes, mut ranges) = (0, 0);
+    let (mut bytes, mut ranges, mut identical) = (0, 0, 0);
     for (rank, plan) in plans.iter().enumerate() {
         let cache = &pair.d.ranks[rank];
         let before = blank(&cache.sizes, CANARY);
@@ -380,11 +380,17 @@ pub(crate) fn judge(pair: &Pair, portion: Option<u64>) -> Result<Verdict, String
             bytes += parts.iter().flat_map(|part| &part.ranges).map(|range| range.len).sum::<u64>();
         }
         compare(&fates, &before, &after).map_err(|e| format!("rank {rank}: {e}"))?;
+        if let [source] = &plan.sources[..]
+            && source.is_identical()
+        {
+            identical += 1;
+            alike(pair, rank, &after, source.rank, &theirs[source.rank.0 as usize])?;
+        }
         if let Some(size) = portion {
             in_portions(pair, plan, rank, size, &theirs, &after)?;
         }
     }
-    Ok(Verdict::Read { bytes, ranges })
+    Ok(Verdict::Read { bytes, ranges, identical })
 }
 
 fn read(
@@ -396,6 +402,41 @@ fn read(
     let handles = Handles::of(ours, pair.p.ranks[source.rank.0 as usize].sizes.len());
     check_blocks(source, groups).map_err(|e| format!("sound blocks are refused: {e}: {groups:?}"))?;
     source.read_parts(handles.side(), groups).map_err(|e| e.to_string())
+}
+
+/// Where a plan says that blocks are alike, their digests are compared: region by region the same bytes.
+fn alike(pair: &Pair, rank: usize, after: &Bytes, source: Rank, theirs: &Bytes) -> Result<(), String> {
+    let (d, p) = (&pair.d.ranks[rank].layout, &pair.p.ranks[source.0 as usize].layout);
+    for group in &pair.groups {
+        let last = |blocks: &kv_proto::BlockList| blocks.iter().last();
+        let position = |first: u32, index: usize| first as usize + index;
+        let pairs: Vec<_> = if pair.d.kinds[group.group as usize] == GroupKind::State {
+            last(&group.local).into_iter().zip(last(&group.remote)).collect()
+        } else {
+            let at = |wanted: usize| {
+                let mut remote = group.remote.iter().enumerate();
+                remote
+                    .find(|(index, _)| position(group.remote_first, *index) == wanted)
+                    .map(|(_, block)| block)
+            };
+            let local = group.local.iter().enumerate();
+            local.filter_map(|(index, block)| Some((block, at(position(group.first, index))?))).collect()
+        };
+        for (ours, theirs_block) in pairs {
+            let of_group = |r: &&kv_proto::RegionLayout| r.group == group.group;
+            for (a, b) in d.regions.iter().filter(of_group).zip(p.regions.iter().filter(of_group)) {
+                let span = |r: &kv_proto::RegionLayout, block: u32| {
+                    let at = (r.base + u64::from(block) * r.block_stride) as usize;
+                    at..at + r.block_bytes as usize
+                };
+                let here = &after[a.memory as usize][span(a, ours.0)];
+                if here != &theirs[b.memory as usize][span(b, theirs_block.0)] {
+                    return Err(format!("rank {rank}: block {} of layer {} is not alike", ours.0, a.layer));
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The same load cut into portions must end in the same bytes.

@@ -100,11 +100,12 @@ fn many(from: u64, count: u64) {
     let (mut accepted, mut bytes, mut ranges) = (0u64, 0u64, 0u64);
     for seed in from..from + count {
         match one(seed) {
-            Ok((pair, Verdict::Read { bytes: b, ranges: r })) => {
+            Ok((pair, Verdict::Read { bytes: b, ranges: r, identical })) => {
                 accepted += 1;
                 bytes += b;
                 ranges += r;
                 seen.accepted(&pair);
+                seen.count("blocks alike", identical > 0);
             }
             Ok((_, Verdict::Refused(reasons))) => {
                 REASONS.iter().for_each(|r| seen.count(r, reasons.contains(r)))
