@@ -11,7 +11,7 @@ use divan::{Bencher, black_box};
 use kv_proto::{
     BlockId, BlockLayout, BlockOrder, Dtype, GroupBlocks, Rank, RegionKind, RegionLayout, Topology,
 };
-use kv_transport::{RegionId, RegionKey};
+use kv_transport::{ReadPart, RegionId, RegionKey};
 use kv_worker::shape::{RemoteRank, ShapePlan, Side, SourcePlan, compile};
 
 const LAYERS: u32 = 80;
@@ -105,28 +105,29 @@ struct Load {
 impl Load {
     fn of(pair: &Pair, scattered: bool, blocks: u32) -> Self {
         let source = pair.compile().sources.swap_remove(0);
-        // Odd steps through a pool of a power of two: each block once, and no two neighbours.
-        let step = if scattered { 1_657 } else { 1 };
-        let list = |from: u32| (0..blocks).map(|i| BlockId((from + i * step) % BLOCKS)).collect();
-        let groups = vec![GroupBlocks {
-            group: 0,
-            first: 0,
-            remote_first: 0,
-            tokens: blocks * 16,
-            remote: list(7),
-            local: list(0),
-        }];
+        // Odd steps through a pool of a power of two: each block once. As the steps differ, no two of the blocks are
+        // neighbours on both sides.
+        let steps = if scattered { (1_657, 2_731) } else { (1, 1) };
+        let list = |from: u32, step: u32| (0..blocks).map(|i| BlockId((from + i * step) % BLOCKS)).collect();
+        let (local, remote) = (list(0, steps.0), list(7, steps.1));
+        let groups =
+            vec![GroupBlocks { group: 0, first: 0, remote_first: 0, tokens: blocks * 16, remote, local }];
         let pieces = source.piece_count(&groups).unwrap();
         let regions = (0..u64::from(LAYERS)).map(RegionId).collect();
         let keys = (0..LAYERS).map(|i| RegionKey::from_bytes(i.to_be_bytes().to_vec()).unwrap()).collect();
-        Self { source, groups, regions, keys, pieces }
+        let load = Self { source, groups, regions, keys, pieces };
+        let ranges: usize = load.read().iter().map(|part| part.ranges.len()).sum();
+        assert_eq!(ranges as u64 == pieces, scattered, "{ranges} ranges of {pieces} pieces");
+        load
+    }
+
+    fn read(&self) -> Vec<ReadPart> {
+        let side = Side { regions: &self.regions, keys: &self.keys };
+        self.source.read_parts(side, black_box(&self.groups)).unwrap()
     }
 
     fn run(&self, bencher: Bencher<'_, '_>) {
-        let side = Side { regions: &self.regions, keys: &self.keys };
-        bencher
-            .counter(ItemsCount::new(self.pieces))
-            .bench_local(|| self.source.read_parts(side, black_box(&self.groups)).unwrap());
+        bencher.counter(ItemsCount::new(self.pieces)).bench_local(|| self.read());
     }
 }
 

@@ -165,7 +165,10 @@ fn a_memory_without_a_handle_is_refused() {
     let read = |regions: &[RegionId], keys: &[RegionKey]| {
         plan.sources[0].read_parts(Side { regions, keys }, &load).map(|_| ()).map_err(|e| e.to_string())
     };
-    assert_eq!(read(&[RegionId(0)], &[key.clone()]), Err("remote memory 2 is not registered".to_owned()));
+    assert_eq!(
+        read(&[RegionId(0)], std::slice::from_ref(&key)),
+        Err("remote memory 2 is not registered".to_owned())
+    );
     let keys = [key.clone(), key.clone(), key];
     assert_eq!(read(&[], &keys), Err("local memory 0 is not registered".to_owned()));
     assert_eq!(read(&[RegionId(0)], &keys), Ok(()));
