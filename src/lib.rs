@@ -25,6 +25,8 @@ pub use kv_sched::{
 #[cfg(feature = "worker")]
 pub use kv_transport as transport;
 #[cfg(feature = "worker")]
+pub use kv_worker::shape;
+#[cfg(feature = "worker")]
 pub use kv_worker::{WorkerError, WorkerStats};
 #[cfg(feature = "scheduler")]
 pub use scheduler::{Finished, SchedulerConnector, SchedulerStats};

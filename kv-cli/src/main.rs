@@ -6,6 +6,7 @@ mod demo;
 mod error;
 mod explore;
 mod fault_proxy;
+mod plan;
 mod router;
 mod serve;
 mod sim;
@@ -37,6 +38,8 @@ enum Command {
     Explore(explore::ExploreArgs),
     /// Measure what a transport moves, beside memcpy and a plain TCP program in the same run.
     Bench(bench::BenchArgs),
+    /// Compile the shapes of two engines: whether they fit, and who reads what from whom.
+    Plan(plan::PlanArgs),
     /// Forward TCP connections and do to them what a plan says: cut, stall, corrupt, delay and the like.
     FaultProxy(fault_proxy::FaultProxyArgs),
     /// One side of a measurement. Started by `kvx bench`.
@@ -65,6 +68,7 @@ fn main() -> ExitCode {
         Command::Sim(args) => sim::run(&args),
         Command::Explore(args) => explore::run(&args),
         Command::Bench(args) => bench::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Plan(args) => plan::run(&args),
         Command::BenchSide => bench::run_side().map(|()| ExitCode::SUCCESS),
         Command::FaultProxy(args) => fault_proxy::run(&args).map(|()| ExitCode::SUCCESS),
         Command::EngineWorker { socket } => kv_testkit::engine::worker::run(&socket)

@@ -481,7 +481,10 @@ impl BlockLayout {
     fn check_overlaps(&self) -> Result<(), LayoutError> {
         let mut regions: Vec<&RegionLayout> = self.regions.iter().collect();
         regions.sort_by_key(|r| (r.group, r.memory, r.base));
-        let end = |r: &RegionLayout| r.base + u64::from(self.blocks - 1) * r.block_stride + r.block_bytes;
+        let end = |r: &RegionLayout| {
+            let (stride, bytes, count) = self.kernels(r);
+            r.base + (count - 1) * stride + bytes
+        };
         // Where the regions up to each one end, of the same group in the same memory.
         let mut ends: Vec<u64> = Vec::with_capacity(regions.len());
         let mut looked_at = 0u32;
@@ -514,6 +517,13 @@ impl BlockLayout {
         Ok(())
     }
 
+    /// A region's kernel blocks, which lie at equal distances: the distance, the bytes of one, and how many there are.
+    fn kernels(&self, region: &RegionLayout) -> (u64, u64, u64) {
+        let is_state = self.group_kind(region.group) == GroupKind::State;
+        let kernels = if is_state { 1 } else { u64::from(self.kernel_blocks()) };
+        (region.block_stride / kernels, region.block_bytes / kernels, u64::from(self.blocks) * kernels)
+    }
+
     /// Whether two regions of which `b` does not begin before `a` share some bytes and are not the same.
     fn overlap(&self, a: &RegionLayout, b: &RegionLayout) -> bool {
         let same = (a.base, a.block_stride, a.block_bytes) == (b.base, b.block_stride, b.block_bytes);
@@ -524,9 +534,9 @@ impl BlockLayout {
             // Blocks at different distances between each other come close sooner or later.
             return true;
         }
-        let last = u64::from(self.blocks - 1);
-        let (whole, part) = ((b.base - a.base) / a.block_stride, (b.base - a.base) % a.block_stride);
-        (whole <= last && part < a.block_bytes) || (whole < last && a.block_stride - part < b.block_bytes)
+        let ((stride, a_bytes, count), (_, b_bytes, _)) = (self.kernels(a), self.kernels(b));
+        let (whole, part) = ((b.base - a.base) / stride, (b.base - a.base) % stride);
+        (whole < count && part < a_bytes) || (whole + 1 < count && stride - part < b_bytes)
     }
 
     /// Bytes of one block over all regions of this rank.
@@ -633,6 +643,24 @@ mod tests {
         assert!(matches!(layout.check(&[1 << 20]), Err(LayoutError::Overlap { .. })), "the next row");
         layout.regions[1].block_stride = 4096;
         assert!(matches!(layout.check(&[1 << 20]), Err(LayoutError::Overlap { .. })));
+    }
+
+    #[test]
+    fn kernel_blocks_of_layers_may_lie_between_each_other() {
+        let rows = |second: u64| {
+            let mut layout = layout();
+            layout.kernel_tokens = 8;
+            for (region, base) in layout.regions.iter_mut().zip([0, second]) {
+                (region.base, region.block_stride) = (base, 2048);
+            }
+            layout.check(&[1 << 20]).map_err(|e| e.to_string())
+        };
+        let overlap = Err("regions layers.0 and layers.1 of group 0 overlap in memory 0".to_owned());
+        // Kernel blocks of 512 bytes, a kilobyte apart.
+        assert_eq!(rows(512), Ok(()), "side by side in each row");
+        assert_eq!(rows(511), overlap);
+        assert_eq!(rows(513), overlap, "the next row");
+        assert_eq!(rows(1024), overlap, "the second kernel block of the one is the first of the other");
     }
 
     #[test]

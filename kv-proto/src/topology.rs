@@ -73,22 +73,34 @@ impl Topology {
 
     /// Ranks of one stage. To be used on a topology that [`Topology::check`] has passed.
     pub const fn tensor(self) -> u32 {
-        if self.stages == 0 { self.ranks } else { self.ranks / self.stages }
+        match self.ranks.checked_div(self.stages) {
+            Some(tensor) => tensor,
+            None => self.ranks,
+        }
     }
 
     /// A rank's place among the tensor-parallel ranks of its stage.
     pub const fn tensor_rank(self, rank: Rank) -> u32 {
-        if self.tensor() == 0 { 0 } else { rank.0 % self.tensor() }
+        match rank.0.checked_rem(self.tensor()) {
+            Some(place) => place,
+            None => 0,
+        }
     }
 
     /// A rank's stage.
     pub const fn stage(self, rank: Rank) -> u32 {
-        if self.tensor() == 0 { 0 } else { rank.0 / self.tensor() }
+        match rank.0.checked_div(self.tensor()) {
+            Some(stage) => stage,
+            None => 0,
+        }
     }
 
     /// A rank's place among those over which a sequence's tokens are dealt out; 0 where they are not.
     pub const fn context_rank(self, rank: Rank) -> u32 {
-        if self.context == 0 { 0 } else { self.tensor_rank(rank) % self.context }
+        match self.tensor_rank(rank).checked_rem(self.context) {
+            Some(place) => place,
+            None => 0,
+        }
     }
 
     /// Whether the numbers can be.

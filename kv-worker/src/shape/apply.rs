@@ -150,11 +150,10 @@ fn check_group(plan: &SourcePlan, blocks: &GroupBlocks) -> Result<(), BlocksErro
         }
     }
     if kind == GroupKind::State {
-        let (ours, theirs) = (u64::from(local.len()), u64::from(remote.len()));
-        return match (ours, theirs) {
+        return match (local.len(), remote.len()) {
             (1, 1) => Ok(()),
-            (1, got) => Err(BlocksError::Length { group, side: "remote", tokens, needed: 1, got }),
-            (got, _) => Err(BlocksError::Length { group, side: "local", tokens, needed: 1, got }),
+            (1, got) => Err(BlocksError::State { group, side: "remote", tokens, got }),
+            (got, _) => Err(BlocksError::State { group, side: "local", tokens, got }),
         };
     }
     for (side, list, first, grid) in

@@ -8,7 +8,7 @@ use kv_proto::{BlockLayout, GroupKind, Rank, RegionLayout, Topology};
 use super::copies::{Copy, Place};
 use super::cover;
 use super::error::ShapeError;
-use super::pairs::{has, pairs};
+use super::pairs::{Index, Pair, has, pairs};
 
 /// A worker of the producer.
 #[derive(Debug, Clone, Copy)]
@@ -115,13 +115,16 @@ pub fn compile(
         check_dealt(local, topology, remote.layout, remote_topology)?;
         sources.push((source, remote.layout, Vec::new()));
     }
+    let ours = Index::of(local);
+    let theirs: Vec<Index<'_>> = sources.iter().map(|(_, layout, _)| Index::of(layout)).collect();
     for (index, region) in local.regions.iter().enumerate() {
         let is_first = |other: &RegionLayout| is_same_place(other, region);
         // Layers that share their cache are filled once.
-        if local.regions[..index].iter().any(is_first) {
+        if let Some(first) = local.regions[..index].iter().find(|other| is_first(other)) {
+            check_shared(&ours, first, region, &theirs)?;
             continue;
         }
-        copy_region(local, (index, region), (topology, rank), remote_topology, &mut sources)?;
+        copy_region(&ours, (index, region), (topology, rank), remote_topology, &theirs, &mut sources)?;
     }
     cover::check(local, (topology, rank), remote_topology, &sources)?;
     let kinds: Vec<GroupKind> = (0..local.group_count()).map(|group| local.group_kind(group)).collect();
@@ -165,27 +168,53 @@ fn check_dealt(
     Ok(())
 }
 
+/// Two layers that share a cache of ours get what the first of them has there. If the second one has its own there, that
+/// would be lost.
+fn check_shared(
+    ours: &Index<'_>,
+    first: &RegionLayout,
+    second: &RegionLayout,
+    theirs: &[Index<'_>],
+) -> Result<(), ShapeError> {
+    for remote in theirs {
+        let (of_first, of_second) = (pairs(ours, first, remote)?, pairs(ours, second, remote)?);
+        let theirs = has(remote.layout, &second.layer);
+        if of_second.is_empty() && theirs != "nothing" {
+            return Err(ShapeError::Layer { layer: second.layer.clone(), kind: second.kind, theirs });
+        }
+        for pair in &of_second {
+            compare(ours.layout, second, remote.layout, &remote.layout.regions[pair.remote_region])?;
+        }
+        let is_same = |(a, b): (&Pair, &Pair)| {
+            let region = |pair: &Pair| &remote.layout.regions[pair.remote_region];
+            a.remote_element == b.remote_element && is_same_place(region(a), region(b))
+        };
+        let alike = of_first.len() == of_second.len() && of_first.iter().zip(&of_second).all(is_same);
+        if !of_second.is_empty() && !alike {
+            return Err(ShapeError::Shared { layer: second.layer.clone(), other: first.layer.clone() });
+        }
+    }
+    Ok(())
+}
+
 type Source<'a> = (Rank, &'a BlockLayout, Vec<Copy>);
 
 /// Finds for each head of a region of ours the rank that it is read from: the first one that holds it.
 fn copy_region(
-    local: &BlockLayout,
+    ours: &Index<'_>,
     (index, region): (usize, &RegionLayout),
     (topology, rank): (Topology, Rank),
     remote_topology: Topology,
+    theirs: &[Index<'_>],
     sources: &mut [Source<'_>],
 ) -> Result<(), ShapeError> {
     let (first, count) = topology.heads_of(rank, region.all_heads()).unwrap_or((0, region.heads));
     let mut open: Vec<(u32, u32)> = vec![(first, first + count)];
-    let mut known = String::from("nothing");
+    let local = ours.layout;
     let mut found = false;
-    for (source, remote, copies) in sources {
-        let parts = pairs(local, region, remote)?;
+    for ((source, remote, copies), index_of_theirs) in sources.iter_mut().zip(theirs) {
+        let parts = pairs(ours, region, index_of_theirs)?;
         if parts.is_empty() {
-            let theirs = has(remote, &region.layer);
-            if theirs != "nothing" {
-                known = theirs;
-            }
             continue;
         }
         found = true;
@@ -217,7 +246,10 @@ fn copy_region(
         }
     }
     if !found {
-        return Err(ShapeError::Layer { layer: region.layer.clone(), kind: region.kind, theirs: known });
+        let known =
+            theirs.iter().map(|remote| has(remote.layout, &region.layer)).find(|has| has != "nothing");
+        let theirs = known.unwrap_or_else(|| "nothing".to_owned());
+        return Err(ShapeError::Layer { layer: region.layer.clone(), kind: region.kind, theirs });
     }
     Ok(())
 }

@@ -68,6 +68,14 @@ pub enum ShapeError {
         /// Theirs.
         theirs: GroupKind,
     },
+    /// Two layers that use the same bytes here, and different ones there.
+    #[error("layers {other} and {layer} share their cache here, and each has its own there")]
+    Shared {
+        /// The later layer.
+        layer: String,
+        /// The one whose cache it uses.
+        other: String,
+    },
     /// Tokens that are dealt out over ranks in blocks of unequal size.
     #[error(
         "tokens are dealt out over ranks in blocks of {ours} here and of {theirs} there; the sizes must be equal"
@@ -129,6 +137,18 @@ pub enum BlocksError {
         needed: u64,
         /// The block that the list ends with.
         got: u64,
+    },
+    /// A state that is not one block.
+    #[error("group {group}: the state after {tokens} tokens is one block, the {side} list has {got}")]
+    State {
+        /// The group.
+        group: u32,
+        /// `local` or `remote`.
+        side: &'static str,
+        /// Tokens that the state is after.
+        tokens: u32,
+        /// Blocks in the list.
+        got: u32,
     },
     /// A remote list that begins behind the first token that is needed.
     #[error("group {group}: the remote list begins at token {begins}, tokens from {needed} on are needed")]

@@ -14,18 +14,35 @@ pub(super) struct Pair {
     pub(super) elements: u32,
 }
 
-fn find<'a>(layout: &'a BlockLayout, layer: &str, kind: RegionKind) -> Option<(usize, &'a RegionLayout)> {
-    layout.regions.iter().enumerate().find(|(_, r)| r.layer == layer && r.kind == kind)
+/// A layout's regions by their layers: looked up once for each region of ours and each rank of theirs.
+pub(super) struct Index<'a> {
+    pub(super) layout: &'a BlockLayout,
+    sorted: Vec<(&'a str, RegionKind, usize)>,
+}
+
+impl<'a> Index<'a> {
+    pub(super) fn of(layout: &'a BlockLayout) -> Self {
+        let regions = layout.regions.iter().enumerate();
+        let mut sorted: Vec<_> = regions.map(|(index, r)| (r.layer.as_str(), r.kind, index)).collect();
+        sorted.sort_unstable();
+        Self { layout, sorted }
+    }
+
+    fn find(&self, layer: &str, kind: RegionKind) -> Option<(usize, &'a RegionLayout)> {
+        let at = self.sorted.binary_search_by_key(&(layer, kind), |(layer, kind, _)| (layer, *kind)).ok()?;
+        let index = self.sorted.get(at)?.2;
+        Some((index, self.layout.regions.get(index)?))
+    }
 }
 
 /// The parts that a region of ours is made of; none if they have nothing of the layer.
 pub(super) fn pairs(
-    local: &BlockLayout,
+    local: &Index<'_>,
     region: &RegionLayout,
-    remote: &BlockLayout,
+    remote: &Index<'_>,
 ) -> Result<Vec<Pair>, ShapeError> {
     let layer = &region.layer;
-    let theirs = |kind| find(remote, layer, kind);
+    let theirs = |kind| remote.find(layer, kind);
     let size = |ours: u32, theirs: u32| {
         if ours == theirs {
             return Ok(());
@@ -54,7 +71,7 @@ pub(super) fn pairs(
         }
         RegionKind::Key | RegionKind::Value => {
             let other = if region.kind == RegionKind::Key { RegionKind::Value } else { RegionKind::Key };
-            let (Some(both), Some((_, other))) = (theirs(RegionKind::KeyValue), find(local, layer, other))
+            let (Some(both), Some((_, other))) = (theirs(RegionKind::KeyValue), local.find(layer, other))
             else {
                 return Ok(Vec::new());
             };

@@ -40,6 +40,8 @@ class Spec:
     block_tokens: int
     heads: int
     dtype: str
+    heads_total: int = 0
+    """Heads of the layer over all tensor-parallel ranks; 0: as many as this rank has."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ def areas(layer: str, shape: Shape, spec: Spec, blocks: int) -> list[Area]:
         raise refuse("blocks overlap")
     if any(size != 2 for size, _ in halves):
         raise refuse("a dimension outside of the blocks is neither the blocks nor keys and values")
+    if not halves and _has_halves_inside(shape, axis):
+        # Keys of the whole block, then its values: apart, each with the stride of both.
+        span //= 2
+        halves = [(2, span)]
     per_head, rest = divmod(span, spec.block_tokens * spec.heads)
     if rest or per_head == 0:
         raise refuse(f"the {span} elements of a block are not a whole number for each head and token")
@@ -105,6 +111,13 @@ def areas(layer: str, shape: Shape, spec: Spec, blocks: int) -> list[Area]:
     ]
 
 
+def _has_halves_inside(shape: Shape, axis: int) -> bool:
+    """Whether keys and values are the outermost dimension of a block."""
+    sizes = shape.sizes[axis + 1 :]
+    steps = shape.strides[axis + 1 :]
+    return len(sizes) == 4 and sizes[0] == 2 and steps[0] == max(steps)
+
+
 def _block_axis(shape: Shape, blocks: int) -> int | None:
     """The dimension that counts blocks: the first of that size, since vLLM puts it first or behind keys and values."""
     for axis in range(min(2, len(shape.sizes))):
@@ -118,6 +131,8 @@ def _order(shape: Shape, axis: int, spec: Spec) -> str | None:
     if spec.heads == 1:
         return "tokens_heads"
     dims = [(s, st) for s, st in zip(shape.sizes[axis + 1 :], shape.strides[axis + 1 :], strict=True)]
+    if _has_halves_inside(shape, axis):
+        dims = dims[1:]
     heads = [step for size, step in dims if size == spec.heads]
     tokens = [step for size, step in dims if size == spec.block_tokens]
     if len(heads) != 1 or len(tokens) != 1:
@@ -134,8 +149,11 @@ class Caches:
     memories: list[tuple[int, int, Any]]
 
 
-def describe(kv_caches: dict[str, Any], kv_cache_config: Any) -> Caches:
-    """Layout and memories of a worker's caches. Raises ConfigError if they are not understood."""
+def describe(kv_caches: dict[str, Any], kv_cache_config: Any, heads_total: int = 0) -> Caches:
+    """Layout and memories of a worker's caches. Raises ConfigError if they are not understood.
+
+    `heads_total` are the model's heads of keys and values over all tensor-parallel ranks; a latent cache has one.
+    """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
@@ -151,7 +169,7 @@ def describe(kv_caches: dict[str, Any], kv_cache_config: Any) -> Caches:
         tensor = kv_caches.get(layer)
         if tensor is None:
             raise ConfigError(f"layer {layer} has no KV cache; those that have one are {list(kv_caches)[:4]}...")
-        spec = _spec_of(layer, groups[0].kv_cache_spec, tensor)
+        spec = _spec_of(layer, groups[0].kv_cache_spec, tensor, heads_total)
         if block_tokens not in (None, spec.block_tokens):
             raise ConfigError(f"layer {layer} has blocks of {spec.block_tokens} tokens, others of {block_tokens}")
         block_tokens = spec.block_tokens
@@ -183,6 +201,7 @@ def describe(kv_caches: dict[str, Any], kv_cache_config: Any) -> Caches:
                     "block_bytes": area.bytes,
                     "dtype": spec.dtype,
                     "heads": spec.heads,
+                    "heads_total": spec.heads_total,
                     "head_size": area.head_size,
                 }
             )
@@ -197,7 +216,7 @@ def describe(kv_caches: dict[str, Any], kv_cache_config: Any) -> Caches:
     return Caches(layout, list(memories.values()))
 
 
-def _spec_of(layer: str, spec: Any, tensor: Any) -> Spec:
+def _spec_of(layer: str, spec: Any, tensor: Any, heads_total: int) -> Spec:
     inner = getattr(spec, "kv_cache_specs", None)
     if inner is not None:
         # One group whose layers differ in size; each has a spec of its own.
@@ -209,7 +228,8 @@ def _spec_of(layer: str, spec: Any, tensor: Any) -> Spec:
     if dtype is None:
         raise ConfigError(f"layer {layer} has elements of {tensor.dtype}; known are {', '.join(DTYPES)}")
     heads = getattr(spec, "num_kv_heads", 1)
-    return Spec(block_tokens=spec.block_size, heads=heads, dtype=dtype)
+    total = 1 if name == "MLAAttentionSpec" else heads_total
+    return Spec(block_tokens=spec.block_size, heads=heads, dtype=dtype, heads_total=total)
 
 
 def _natural(name: str) -> Sequence[Any]:
