@@ -60,9 +60,13 @@ def test_keys_and_values_apart_in_two_halves():
 
 
 def test_keys_and_values_side_by_side_in_each_block():
-    (area,) = found((10, 2, 32, 4, 64), heads=4)
-    assert area.kind == "key_value" and area.head_size == 128
-    assert area.bytes == 2 * 32 * 4 * 64 * 4
+    # A block's keys, then its values: apart, so that a peer with other ranks finds its heads.
+    key, value = found((10, 2, 32, 4, 64), heads=4)
+    assert (key.kind, value.kind) == ("key", "value")
+    assert key.head_size == value.head_size == 64
+    assert key.bytes == 32 * 4 * 64 * 4 and key.stride == 2 * key.bytes
+    assert value.address - key.address == key.bytes
+    assert key.order == "tokens_heads"
 
 
 def test_a_latent_has_one_head():

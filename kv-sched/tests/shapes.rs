@@ -1,5 +1,7 @@
 //! Offers of engines with other blocks, groups that are not handed over whole, and prompts that were changed on the way.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test that fails should do so loudly.
+
 mod common;
 
 use common::*;

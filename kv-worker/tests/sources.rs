@@ -1,6 +1,7 @@
 //! A producer with more workers than the consumer: one load, several pulls, one end.
 
-#[allow(dead_code)] // What other tests use.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test that fails should do so loudly.
+
 mod common;
 
 use common::*;
