@@ -79,6 +79,7 @@ fn reading() -> Rig {
     rig
 }
 
+// H-18, H-31, R057
 #[test]
 fn one_handshake_leads_to_every_worker_and_the_load_is_good_when_all_have_confirmed() {
     let mut rig = reading();
@@ -118,6 +119,7 @@ fn each_head_goes_where_it_belongs() {
     assert_eq!(read(1, 1), [(64, 1088, 64), (128, 1216, 64)]);
 }
 
+// H-19, H-31
 #[test]
 fn p3_a_load_that_fails_at_one_worker_ends_when_the_other_reads_are_quiet() {
     let mut rig = reading();
@@ -241,6 +243,7 @@ fn p7_a_producer_that_tells_another_shape_in_the_same_life_is_not_believed() {
     assert_eq!(rig.loads(), ends(&[(1, "peer_lost")]));
 }
 
+// H-12
 /// P's side: a lease ends when every reader that the topologies give it has ended, each counted once.
 #[test]
 fn p2_a_worker_waits_for_every_reader_that_the_topologies_give_it() {
@@ -267,6 +270,7 @@ fn p2_a_worker_waits_for_every_reader_that_the_topologies_give_it() {
     assert_eq!(rig.m.take_report().leases, [(kv_proto::LeaseId(5), LeaseEnd::Confirmed)]);
 }
 
+// H-31, R056
 #[test]
 fn a_rank_that_has_nothing_to_read_says_so_at_once() {
     // One head, which both ranks of P hold: this rank reads from the first, and the second must not wait.
