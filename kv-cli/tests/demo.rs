@@ -199,9 +199,11 @@ fn a_bad_command_line_is_refused_at_once_with_the_option_and_its_values() {
         (vec!["--prompts", empty], vec!["--prompts ", empty, "has no prompt"]),
         (vec!["--transport", "pigeon"], vec!["--transport: ", "\"pigeon\"", "[\"tcp\", \"shm\""]),
         (
-            vec!["--prefill-ranks", "1", "--decode-ranks", "2"],
-            vec!["--prefill-ranks and --decode-ranks: ", "1 and 2 differ"],
+            vec!["--fault", "corrupt", "--prefill-ranks", "1", "--decode-ranks", "2"],
+            vec!["--fault: ", "checksums", "alike"],
         ),
+        (vec!["--decode-layout", "dnh"], vec!["'dnh'", "--decode-layout", "hnd or nhd"]),
+        (vec!["--model-kind", "hybrid", "--kv-blocks", "9"], vec!["--kv-blocks: ", "the pool has 9"]),
         (vec!["--requests", "0"], vec!["--requests", "at least 1"]),
         (vec!["--max-tokens", "0"], vec!["'0'", "--max-tokens", "1.."]),
         (vec!["--max-tokens", "4294967295"], vec!["--kv-blocks: ", "needs ", "the pool has 2048"]),
@@ -230,7 +232,7 @@ fn a_model_that_cannot_be_read_is_named() {
 #[test]
 fn ranks_that_do_not_divide_the_heads_are_refused_with_both_figures() {
     let _turn = my_turn();
-    let given = ["--prefill-ranks", "3", "--decode-ranks", "3"];
+    let given = ["--prefill-ranks", "3", "--decode-ranks", "3", "--kv-heads", "4"];
     let (code, _, err) = run(&[&["demo", "--json", "--requests", "1"][..], &given].concat());
     assert_eq!(code, 2, "{err}");
     assert!(err.contains('3') && err.contains('4') && err.contains("worker"), "{err}");

@@ -48,7 +48,7 @@ impl<'a> Sequence<'a> {
 
     /// Runs one chunk and gives its token.
     pub(super) fn step(&mut self, tokens: &[u32], start: usize) -> u32 {
-        let chunk = Chunk { tokens, start, blocks: &self.blocks, wants_token: true };
+        let chunk = Chunk { tokens, start, blocks: &self.blocks, window_blocks: &[], wants_token: true };
         let out = self.shard.forward(&[chunk], BLOCK_TOKENS, &mut self.store, &mut SoloReduce).unwrap();
         out[0].unwrap()
     }

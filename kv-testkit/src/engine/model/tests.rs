@@ -79,7 +79,7 @@ fn the_size_of_blocks_does_not_change_a_bit() {
         let mut store = store_for(&shard, blocks.len(), block_tokens);
         let mut token = None;
         for (start, part) in [(0, &tokens[..100]), (100, &tokens[100..])] {
-            let chunk = Chunk { tokens: part, start, blocks: &blocks, wants_token: true };
+            let chunk = Chunk { tokens: part, start, blocks: &blocks, window_blocks: &[], wants_token: true };
             token = shard.forward(&[chunk], block_tokens, &mut store, &mut SoloReduce).unwrap()[0];
         }
         let mut rows = Vec::new();
@@ -115,7 +115,7 @@ fn a_batch_does_not_change_a_bit() {
                 .map(|i| {
                     let tokens = &sequences[i][done[i]..done[i] + step[i]];
                     let wants_token = done[i] + step[i] == sequences[i].len();
-                    (i, Chunk { tokens, start: done[i], blocks: &blocks[i], wants_token })
+                    (i, Chunk { tokens, start: done[i], blocks: &blocks[i], window_blocks: &[], wants_token })
                 })
                 .collect();
             let batch: Vec<Chunk<'_>> = chunks.iter().map(|(_, chunk)| *chunk).collect();
@@ -151,7 +151,13 @@ fn two_chunks_of_one_sequence_may_share_a_batch() {
     let tokens = prompt(50);
     let (expected, _) = alone(&mut shard, &tokens, 50);
     let mut store = store_for(&shard, 4, BLOCK_TOKENS);
-    let chunk = |start, tokens| Chunk { tokens, start, blocks: &[0, 1, 2, 3], wants_token: start > 0 };
+    let chunk = |start, tokens| Chunk {
+        tokens,
+        start,
+        blocks: &[0, 1, 2, 3],
+        window_blocks: &[],
+        wants_token: start > 0,
+    };
     let batch = [chunk(0, &tokens[..20]), chunk(20, &tokens[20..])];
     let out = shard.forward(&batch, BLOCK_TOKENS, &mut store, &mut SoloReduce).unwrap();
     assert_eq!(out, [None, Some(expected)]);
@@ -186,7 +192,7 @@ fn on_ranks(weights: &Weights, ranks: usize) -> Vec<(Vec<u32>, VecStore)> {
         let mut shard = Shard::new(weights.config(), weights, rank, ranks).unwrap();
         let mut store = store_for(&shard, 10, BLOCK_TOKENS);
         let mut step = |tokens: &[u32], start| {
-            let chunk = Chunk { tokens, start, blocks: &blocks, wants_token: true };
+            let chunk = Chunk { tokens, start, blocks: &blocks, window_blocks: &[], wants_token: true };
             shard.forward(&[chunk], BLOCK_TOKENS, &mut store, &mut reduce).unwrap()[0].unwrap()
         };
         step(&tokens[..70], 0);
@@ -267,7 +273,7 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     let mut shard = tiny_shard(1);
     let mut store = store_for(&shard, 2, BLOCK_TOKENS);
     let empty = store.clone();
-    let good = Chunk { tokens: &[1, 2], start: 0, blocks: &[0], wants_token: false };
+    let good = Chunk { tokens: &[1, 2], start: 0, blocks: &[0], window_blocks: &[], wants_token: false };
     let mut message = |chunk: Chunk<'_>, block_tokens| {
         let mut reduce = Counting(0);
         let error = shard.forward(&[good, chunk], block_tokens, &mut store, &mut reduce).unwrap_err();
@@ -297,7 +303,7 @@ fn a_failed_reduction_is_passed_on_and_leaves_the_shard_usable() {
     let mut shard = tiny_shard(1);
     let expected = answer(&mut shard, &prompt(20), 4);
     let mut store = store_for(&shard, 2, BLOCK_TOKENS);
-    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[0], wants_token: true };
+    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[0], window_blocks: &[], wants_token: true };
     let error = shard.forward(&[chunk], BLOCK_TOKENS, &mut store, &mut Broken).unwrap_err();
     assert_eq!(error.to_string(), "partial results could not be gathered: rank 1 is gone");
     assert_eq!(answer(&mut shard, &prompt(20), 4), expected);
@@ -313,7 +319,7 @@ fn a_reduction_of_another_length_is_refused() {
     }
     let mut shard = tiny_shard(1);
     let mut store = store_for(&shard, 2, BLOCK_TOKENS);
-    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[0], wants_token: true };
+    let chunk = Chunk { tokens: &[1], start: 0, blocks: &[0], window_blocks: &[], wants_token: true };
     let error = shard.forward(&[chunk], BLOCK_TOKENS, &mut store, &mut Short).unwrap_err();
     assert_eq!(error.to_string(), "the reduction gave 3 numbers instead of 64");
 }
@@ -323,7 +329,7 @@ fn the_reduction_is_called_twice_per_layer() {
     let mut shard = tiny_shard(1);
     let mut store = store_for(&shard, 2, BLOCK_TOKENS);
     let mut reduce = Counting(0);
-    let chunk = Chunk { tokens: &[1, 2, 3], start: 0, blocks: &[1], wants_token: false };
+    let chunk = Chunk { tokens: &[1, 2, 3], start: 0, blocks: &[1], window_blocks: &[], wants_token: false };
     assert_eq!(shard.forward(&[chunk], BLOCK_TOKENS, &mut store, &mut reduce).unwrap(), [None]);
     assert_eq!(reduce.0, 2 * 4);
     assert!(shard.forward(&[], BLOCK_TOKENS, &mut store, &mut reduce).unwrap().is_empty());
