@@ -64,13 +64,18 @@ pub(crate) fn reference(weights: &Weights, prompt: &[u32], max_tokens: u32) -> V
     let config = weights.config();
     let mut shard = Shard::new(config, weights, 0, 1).unwrap();
     let blocks: Vec<u32> = (0..(prompt.len() as u32 + max_tokens).div_ceil(BLOCK)).collect();
-    let (layers, heads) = (config.num_hidden_layers, shard.local_groups());
-    let mut store = VecStore::new(layers, blocks.len(), BLOCK as usize, heads, config.head_size());
+    let (layers, heads) = (config.num_hidden_layers, shard.cache_heads());
+    let mut store = VecStore::with_sizes(layers, blocks.len(), BLOCK as usize, heads, config.cache_sizes());
     let mut all = prompt.to_vec();
     let mut start = 0;
     while all.len() < prompt.len() + max_tokens as usize {
-        let chunk =
-            Chunk { tokens: &all[start..], start, blocks: &blocks, window_blocks: &[], wants_token: true };
+        let chunk = Chunk {
+            tokens: &all[start..],
+            start,
+            blocks: &blocks,
+            window_blocks: &blocks,
+            wants_token: true,
+        };
         let next = shard.forward(&[chunk], BLOCK as usize, &mut store, &mut SoloReduce).unwrap();
         start = all.len();
         all.push(next[0].unwrap());

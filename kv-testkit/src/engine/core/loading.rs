@@ -33,7 +33,10 @@ impl Core {
 
     /// Starts a request whose load is not begun, because loads from its producers fail: it is given back, and computed
     /// here.
-    pub(super) fn start_without(&mut self, number: u64, id: &RequestId, local: u32, blocks: Tables) {
+    pub(super) fn start_without(&mut self, number: u64, id: &RequestId, local: u32, mut blocks: Tables) {
+        // A window's were for the end of the prompt; it is computed from its start.
+        let lost = blocks.keep(&self.cut, usize::MAX);
+        self.release(lost);
         if let Some(connector) = &mut self.connector {
             connector.request_declined(id);
         }
