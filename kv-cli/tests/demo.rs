@@ -107,6 +107,44 @@ fn two_ranks_hand_over_to_two_ranks() {
     assert_all_moved(&seen.1, 12, TWELVE);
 }
 
+/// Two engines of other shapes hand over twelve prompts, whole.
+fn assert_shapes_hand_over(shapes: &[&str]) {
+    let seen = demo(&[&["--requests", "12", "--max-tokens", "8"], shapes].concat());
+    assert_good(&seen, 12, 0);
+    assert_all_moved(&seen.1, 12, TWELVE);
+}
+
+#[test]
+fn ranks_blocks_and_layouts_may_all_differ_at_once() {
+    assert_shapes_hand_over(&[
+        "--prefill-ranks",
+        "2",
+        "--decode-ranks",
+        "4",
+        "--prefill-block",
+        "32",
+        "--prefill-layout",
+        "nhd-apart",
+        "--decode-layout",
+        "hnd-rows",
+    ]);
+}
+
+#[test]
+fn three_ranks_hand_over_to_one() {
+    assert_shapes_hand_over(&["--prefill-ranks", "3"]);
+}
+
+#[test]
+fn a_latent_that_every_rank_holds_is_handed_over() {
+    assert_shapes_hand_over(&["--model-kind", "mla", "--prefill-ranks", "4", "--decode-ranks", "2"]);
+}
+
+#[test]
+fn a_window_and_what_sees_everything_are_handed_over_side_by_side() {
+    assert_shapes_hand_over(&["--model-kind", "hybrid", "--prefill-ranks", "2", "--decode-block", "32"]);
+}
+
 #[test]
 fn engines_that_schedule_ahead_answer_equally() {
     let seen = demo(&["--requests", "12", "--max-tokens", "8", "--async-schedule"]);
