@@ -76,11 +76,12 @@ impl<'a> Sequence<'a> {
     /// Sets the keys and values of some positions to zero, in all layers.
     pub(super) fn zero(&mut self, positions: std::ops::Range<usize>) {
         let config = self.shard.config().clone();
-        let zeros = vec![0.0; self.shard.cache_heads() * config.cache_sizes().0];
+        let (heads, (key, value)) = (self.shard.cache_heads(), config.cache_sizes());
+        let (keys, values) = (vec![0.0; heads * key], vec![0.0; heads * value]);
         for layer in 0..config.num_hidden_layers {
             for position in positions.clone() {
                 let (block, slot) = (self.blocks[position / BLOCK_TOKENS], position % BLOCK_TOKENS);
-                self.store.write_token(layer, block, slot, &zeros, &zeros);
+                self.store.write_token(layer, block, slot, &keys, &values);
             }
         }
     }
@@ -102,8 +103,12 @@ pub(super) fn answer(shard: &mut Shard, prompt: &[u32], count: usize) -> Vec<u32
 
 /// The tiny model on one rank.
 pub(super) fn tiny_shard(seed: u64) -> Shard {
-    let config = ModelConfig::tiny();
-    Shard::new(&config, &Weights::seeded(&config, seed).unwrap(), 0, 1).unwrap()
+    seeded_shard(&ModelConfig::tiny(), seed)
+}
+
+/// A made-up model on one rank.
+pub(super) fn seeded_shard(config: &ModelConfig, seed: u64) -> Shard {
+    Shard::new(config, &Weights::seeded(config, seed).unwrap(), 0, 1).unwrap()
 }
 
 /// A reduction that counts its calls, to show that the model calls it as often as documented.
