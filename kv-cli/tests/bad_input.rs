@@ -122,7 +122,7 @@ fn an_offer_that_does_not_fit_the_request_is_refused_with_both_values_and_given_
         let digest = "digest of the first 40 tokens is ";
         let cases: [(&Server, &[u32], u32, &[&str]); 4] = [
             (&other_groups, &long, 4, &["block groups: ours 2, theirs 1"]),
-            (&d, &long[..30], 4, &["the offer covers 40 tokens, the prompt has 30"]),
+            (&d, &changed[..30], 4, &["the offer covers 40 tokens, the prompt has 30"]),
             (&d, &changed, 4, &["another prompt", digest, " here, ", " there"]),
             (&d, &long, 9000, &["make 9040 tokens, at most 8192 are allowed"]),
         ];
@@ -136,6 +136,10 @@ fn an_offer_that_does_not_fit_the_request_is_refused_with_both_values_and_given_
             // An engine of another model is refused by P, so that it cannot say anything; there the lease runs out.
             assert_eq!((&leases["released"], &leases["expired"]), (&json!(number), &json!(1)), "{leases}");
         }
+        // A prompt that was only made shorter has its beginning in the offer.
+        let params = p.prefill("r", &long).await;
+        let (status, answer) = d.ask("r", &long[..30], 4, &params).await;
+        assert_eq!((status, tokens(&answer)), (200, reference(&long[..30], 4)));
         assert_well(&p, &d).await;
     });
 }

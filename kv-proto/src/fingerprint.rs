@@ -110,8 +110,7 @@ mod tests {
     #[test]
     fn a_mismatch_prints_the_fields_that_differ_with_both_values() {
         let ours = Fingerprint::of("llama", &layout(vec![GroupKind::Full]));
-        let theirs =
-            Fingerprint::of("qwen", &layout(vec![GroupKind::Full, GroupKind::Window { tokens: 64 }]));
+        let theirs = Fingerprint::of("qwen", &layout(vec![GroupKind::Full, GroupKind::Window { tokens: 64 }]));
         let theirs = theirs.with("draft", "none");
         let text: Vec<String> = ours.differences(&theirs).iter().map(ToString::to_string).collect();
         assert_eq!(

@@ -10,8 +10,8 @@ use thiserror::Error;
 
 use crate::PROTOCOL_VERSION;
 use crate::codec::{self, CodecError, HANDSHAKE_MAX_BYTES};
-use crate::fingerprint::{FieldDifference, Fingerprint};
 use crate::ids::{EngineId, Incarnation, Rank};
+use crate::fingerprint::{FieldDifference, Fingerprint};
 use crate::layout::{BlockLayout, LayoutError};
 use crate::topology::{Topology, TopologyError};
 
@@ -139,9 +139,7 @@ pub enum CardError {
         tensor: u32,
     },
     /// Tokens are dealt out over ranks that do not all hold the same heads.
-    #[error(
-        "{rank}: region {layer} has {total} heads; tokens can be dealt out over ranks only where there is one head"
-    )]
+    #[error("{rank}: region {layer} has {total} heads; tokens can be dealt out over ranks only where there is one head")]
     Dealt {
         /// Whose.
         rank: Rank,

@@ -281,9 +281,7 @@ pub enum LayoutError {
         last: u32,
     },
     /// A kernel block that does not divide a block.
-    #[error(
-        "layout: a block of {block_tokens} tokens is no whole number of kernel blocks of {kernel_tokens}"
-    )]
+    #[error("layout: a block of {block_tokens} tokens is no whole number of kernel blocks of {kernel_tokens}")]
     KernelTokens {
         /// Tokens of a block.
         block_tokens: u32,
@@ -291,9 +289,7 @@ pub enum LayoutError {
         kernel_tokens: u32,
     },
     /// Kernel blocks that do not lie at equal distances.
-    #[error(
-        "region {layer}: a stride of {block_stride} bytes cannot be cut into {kernel_blocks} kernel blocks"
-    )]
+    #[error("region {layer}: a stride of {block_stride} bytes cannot be cut into {kernel_blocks} kernel blocks")]
     KernelStride {
         /// The layer.
         layer: String,
@@ -526,7 +522,8 @@ impl BlockLayout {
         }
         let last = u64::from(self.blocks - 1);
         let (whole, part) = ((b.base - a.base) / a.block_stride, (b.base - a.base) % a.block_stride);
-        (whole <= last && part < a.block_bytes) || (whole < last && a.block_stride - part < b.block_bytes)
+        (whole <= last && part < a.block_bytes)
+            || (whole < last && a.block_stride - part < b.block_bytes)
     }
 
     /// Bytes of one block over all regions of this rank.
@@ -609,16 +606,8 @@ mod tests {
         };
         let overlap = Err("regions layers.0 and layers.1 of group 0 overlap in memory 0".to_owned());
         assert_eq!(check(|l| l.regions[1].base = 4095), overlap);
-        assert_eq!(
-            check(|l| l.regions[1].base = 1024),
-            overlap,
-            "block 0 of the one is block 1 of the other"
-        );
-        assert_eq!(
-            check(|l| l.regions[1].base = 0),
-            Ok(()),
-            "the second layer looks at the first one's cache"
-        );
+        assert_eq!(check(|l| l.regions[1].base = 1024), overlap, "block 0 of the one is block 1 of the other");
+        assert_eq!(check(|l| l.regions[1].base = 0), Ok(()), "the second layer looks at the first one's cache");
         assert_eq!(check(|l| (l.regions[1].base, l.regions[1].group) = (512, 1)), Ok(()), "groups may share");
         // The blocks of both, side by side.
         let rows = |l: &mut BlockLayout| {
@@ -651,10 +640,7 @@ mod tests {
             check(|l| l.groups = vec![GroupKind::Full; 2]).unwrap_err(),
             "layout tells the kinds of 2 groups, but has 1"
         );
-        assert_eq!(
-            check(|l| l.groups = vec![GroupKind::Window { tokens: 0 }]).unwrap_err(),
-            "layout: window is 0"
-        );
+        assert_eq!(check(|l| l.groups = vec![GroupKind::Window { tokens: 0 }]).unwrap_err(), "layout: window is 0");
         assert_eq!(
             check(|l| l.regions[0].heads_total = 1).unwrap_err(),
             "region layers.0: this rank holds 2 heads of 1"

@@ -15,8 +15,8 @@ pub mod topology;
 
 pub use blocks::BlockList;
 pub use codec::CodecError;
-pub use fingerprint::Fingerprint;
 pub use ids::{Attempt, BlockId, EngineId, IdError, Incarnation, LeaseId, LeaseRef, LoadId, Rank, RequestId};
+pub use fingerprint::Fingerprint;
 pub use layout::{BlockLayout, BlockOrder, Dtype, GroupKind, RegionKind, RegionLayout};
 pub use params::{OfferDigest, ParamsError, RemotePrefill, TransferParams, token_digest};
 pub use step::{

@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 use crate::blocks::BlockList;
 use crate::codec::{self, CodecError, WORKER_MESSAGE_MAX_BYTES};
 use crate::ids::{Attempt, EngineId, Incarnation, LeaseId, Rank};
+use crate::topology::Topology;
 use crate::params::OfferDigest;
 use crate::step::ReleaseReason;
-use crate::topology::Topology;
 
 /// Most leases one list of a message names; more are split over several messages.
 pub const LEASES_PER_MESSAGE_MAX: usize = 8_192;

@@ -46,9 +46,7 @@ pub enum TopologyError {
         stages: u32,
     },
     /// A context-parallel size that is neither 1 nor that of a stage.
-    #[error(
-        "context parallelism over {context} ranks, where a stage has {tensor}: only 1 or all of them are supported"
-    )]
+    #[error("context parallelism over {context} ranks, where a stage has {tensor}: only 1 or all of them are supported")]
     Context {
         /// Size given.
         context: u32,
@@ -226,8 +224,7 @@ mod tests {
                     .collect();
                 for rank in 0..p.ranks {
                     let back: Vec<u32> = p.readers_of(Rank(rank), *d).unwrap().iter().map(|r| r.0).collect();
-                    let expected: Vec<u32> =
-                        forth.iter().filter(|(s, _)| *s == rank).map(|(_, r)| *r).collect();
+                    let expected: Vec<u32> = forth.iter().filter(|(s, _)| *s == rank).map(|(_, r)| *r).collect();
                     assert_eq!(back, expected, "{p:?} {d:?} {rank}");
                     assert!(!back.is_empty(), "a lease of {rank} would end by time alone: {p:?} {d:?}");
                 }

@@ -91,9 +91,7 @@ pub enum SchedError {
         theirs: usize,
     },
     /// The offer's blocks are not those that its tokens need.
-    #[error(
-        "the offer covers {tokens} tokens, which end in block {needed}, but group {group} ends in block {got}"
-    )]
+    #[error("the offer covers {tokens} tokens, which end in block {needed}, but group {group} ends in block {got}")]
     OfferBlocks {
         /// Tokens offered.
         tokens: u32,
@@ -105,9 +103,7 @@ pub enum SchedError {
         got: u32,
     },
     /// Of a group the offer leaves out tokens that are looked at.
-    #[error(
-        "the offer's group {group} ({kind}) begins at token {begins}; tokens from {needed} on are needed"
-    )]
+    #[error("the offer's group {group} ({kind}) begins at token {begins}; tokens from {needed} on are needed")]
     OfferBegins {
         /// The group.
         group: usize,

@@ -2,8 +2,8 @@
 
 use kv_proto::params::PrefixMarks;
 use kv_proto::{
-    BlockList, GroupKind, Moment, PeerLocator, Plan, ReleaseReason, RemotePrefill, Report, RequestId,
-    TransferParams, token_digest,
+    BlockList, GroupKind, Moment, PeerLocator, Plan, ReleaseReason, RemotePrefill, Report, RequestId, TransferParams,
+    token_digest,
 };
 
 use crate::config::{SchedConfig, SchedConfigError};

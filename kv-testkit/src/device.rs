@@ -392,14 +392,8 @@ mod tests {
             heads_total: 0,
             head_size: 1024,
         };
-        let layout = BlockLayout {
-            block_tokens: 4,
-            blocks: 3,
-            kernel_tokens: 0,
-            order: BlockOrder::HeadsTokens,
-            groups: vec![],
-            regions: vec![region],
-        };
+        let layout =
+            BlockLayout { block_tokens: 4, blocks: 3, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions: vec![region] };
         let device = HostDevice::new().unwrap();
         let far = device.allocate(5 + 3 * (bytes as usize + 3)).unwrap();
         let near = Memory::allocate(far.len()).unwrap();

@@ -76,14 +76,7 @@ fn layout() -> BlockLayout {
         heads_total: 0,
         head_size: 4,
     };
-    BlockLayout {
-        block_tokens: 4,
-        blocks: 16,
-        kernel_tokens: 0,
-        order: BlockOrder::HeadsTokens,
-        groups: vec![],
-        regions: vec![region],
-    }
+    BlockLayout { block_tokens: 4, blocks: 16, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions: vec![region] }
 }
 
 fn peer() -> PeerLocator {

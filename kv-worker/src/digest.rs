@@ -102,14 +102,7 @@ mod tests {
             head_size: 1024,
         };
         let regions = vec![region(0, 0), region(1, 1), region(2, 0)];
-        BlockLayout {
-            block_tokens: 4,
-            blocks,
-            kernel_tokens: 0,
-            order: BlockOrder::HeadsTokens,
-            groups: vec![],
-            regions,
-        }
+        BlockLayout { block_tokens: 4, blocks, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions }
     }
 
     fn group(group: u32, ids: &[u32]) -> GroupList {

@@ -11,8 +11,7 @@ use kv_proto::handshake::{EngineCard, Query, TransportCard};
 use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
 use kv_proto::{Fingerprint, LoadFailure, Moment, PeerLocator, Plan, Report};
 use kv_transport::{
-    Address, Event, OpId, PeerId, ReadError, ReadLimits, ReadPart, ReadRequest, RegionKey, Transport,
-    TransportError,
+    Address, Event, OpId, PeerId, ReadError, ReadLimits, ReadPart, ReadRequest, RegionKey, Transport, TransportError,
 };
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;

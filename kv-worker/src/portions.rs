@@ -115,14 +115,7 @@ mod tests {
             head_size: 4,
         };
         let regions = (0..layers).map(region).collect();
-        BlockLayout {
-            block_tokens: 4,
-            blocks: 100,
-            kernel_tokens: 0,
-            order: BlockOrder::HeadsTokens,
-            groups: vec![],
-            regions,
-        }
+        BlockLayout { block_tokens: 4, blocks: 100, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions }
     }
 
     fn group(count: u32) -> GroupBlocks {

@@ -37,14 +37,7 @@ pub(crate) fn layout() -> BlockLayout {
         heads_total: 0,
         head_size: 8,
     };
-    BlockLayout {
-        block_tokens: 16,
-        blocks: 4,
-        kernel_tokens: 0,
-        order: BlockOrder::HeadsTokens,
-        groups: vec![],
-        regions: vec![region],
-    }
+    BlockLayout { block_tokens: 16, blocks: 4, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions: vec![region] }
 }
 
 /// The fingerprint does not depend on the rank count here, so that a topology can differ alone.

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use kv_proto::handshake::{EngineCard, TransportCard, WorkerCard};
 use kv_proto::{
-    BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint, GroupKind,
-    Incarnation, LeaseId, LeaseRef, OfferDigest, PeerLocator, Plan, Rank, RegionKind, RegionLayout,
-    ReleaseReason, RequestId, Topology,
+    BlockId, BlockLayout, BlockList, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint, GroupKind, Incarnation,
+    LeaseId, LeaseRef, OfferDigest, PeerLocator, Plan, Rank, RegionKind, RegionLayout, ReleaseReason,
+    RequestId, Topology,
 };
 use kv_sched::{SchedConfig, Scheduler};
 use kv_transport::RegionId;
@@ -159,11 +159,7 @@ impl Names {
             checksums: self.checksums,
             limits,
         };
-        WorkerMachine::new(
-            config,
-            LocalMemory { layout: layout(self.ranks), regions: vec![RegionId(0)] },
-            "x",
-        )
+        WorkerMachine::new(config, LocalMemory { layout: layout(self.ranks), regions: vec![RegionId(0)] }, "x")
     }
 
     /// A release of nothing: it makes D shake hands. What it is of does not matter to P, which does not know it.

@@ -265,9 +265,7 @@ impl World {
             let goes_on = self.reads.get(&id).is_some_and(|read| read.quiet_late);
             if goes_on {
                 wait = self.dice.between(100, 1_500) * MS;
-                self.tell(|| {
-                    format!("the cancelled read of {} is quiet only after {} ms", pull.load, wait / MS)
-                });
+                self.tell(|| format!("the cancelled read of {} is quiet only after {} ms", pull.load, wait / MS));
             }
             if let Some(read) = self.reads.get_mut(&id) {
                 read.cancelled = true;

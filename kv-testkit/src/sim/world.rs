@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BinaryHeap};
 use std::fmt;
 use std::rc::Rc;
 
-use kv_proto::RequestId;
 use kv_proto::handshake::EngineCard;
+use kv_proto::RequestId;
 use kv_worker::Failure;
 use kv_worker::machine::io::SourceKey;
 use serde_json::Value;

@@ -21,7 +21,8 @@ use std::time::Duration;
 use kv_proto::handshake::Query;
 use kv_proto::message::{HelloRefusal, LEASES_PER_MESSAGE_MAX, OfferName, WorkerMessage};
 use kv_proto::{
-    Attempt, LeaseId, LoadFailure, Moment, PROTOCOL_VERSION, PeerLocator, Rank, ReleaseReason, Timers,
+    Attempt, LeaseId, LoadFailure, Moment, PROTOCOL_VERSION, PeerLocator, Rank, ReleaseReason,
+    Timers,
 };
 use kv_transport::{Address, RegionKey};
 
@@ -65,30 +66,11 @@ impl Remote {
 enum State {
     /// Nobody wants it.
     Idle,
-    Dialling {
-        until: Moment,
-    },
-    Connecting {
-        link: LinkId,
-        remote: Box<Remote>,
-        until: Moment,
-    },
-    Greeting {
-        link: LinkId,
-        remote: Box<Remote>,
-        until: Moment,
-    },
-    Ready {
-        link: LinkId,
-        remote: Box<Remote>,
-        since: Moment,
-        idle_at: Moment,
-        renewal: Renewal,
-    },
-    Failed {
-        failure: Failure,
-        retry_at: Moment,
-    },
+    Dialling { until: Moment },
+    Connecting { link: LinkId, remote: Box<Remote>, until: Moment },
+    Greeting { link: LinkId, remote: Box<Remote>, until: Moment },
+    Ready { link: LinkId, remote: Box<Remote>, since: Moment, idle_at: Moment, renewal: Renewal },
+    Failed { failure: Failure, retry_at: Moment },
 }
 
 /// A producer, from when it is first wanted until none of its sources is.
@@ -485,7 +467,13 @@ impl Peers {
         }
     }
 
-    fn greeted(&mut self, now: Moment, config: &WorkerConfig, key: &SourceKey, out: &mut Vec<Decision>) {
+    fn greeted(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        key: &SourceKey,
+        out: &mut Vec<Decision>,
+    ) {
         self.stop_timers(key);
         let Some(peer) = peer_mut(&mut self.producers, key) else { return };
         let State::Greeting { link, remote, .. } = &peer.state else { return };
@@ -541,10 +529,8 @@ impl Peers {
             State::Connecting { link, until, .. } | State::Greeting { link, until, .. } if *until <= now => {
                 let link = *link;
                 out.push(Decision::Disconnect { link });
-                let detail = format!(
-                    "engine {} was not connected within {:?}",
-                    key.peer.engine, config.limits.connect
-                );
+                let detail =
+                    format!("engine {} was not connected within {:?}", key.peer.engine, config.limits.connect);
                 self.fail(now, config, key, Failure::new(LoadFailure::ConnectFailed, detail))
             }
             State::Failed { retry_at, .. } if *retry_at <= now => {

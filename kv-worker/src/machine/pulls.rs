@@ -211,8 +211,7 @@ impl Pulls {
         let until = now + config.limits.peer_wait;
         self.open_load(load, &keys);
         for key in keys {
-            let state =
-                State::Waiting { groups: groups.clone(), until, not_before: now, outage_counted: false };
+            let state = State::Waiting { groups: groups.clone(), until, not_before: now, outage_counted: false };
             let pull = Pull {
                 name,
                 key,

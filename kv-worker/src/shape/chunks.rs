@@ -35,8 +35,11 @@ impl SourcePlan {
         let kind = self.group_kind(group.group).unwrap_or_default();
         let mut chunks = if kind == GroupKind::State {
             let last = group.local.iter().last().zip(group.remote.iter().last());
-            let one =
-                |(local, remote)| Chunk { local: Spot::block(local), remote: Spot::block(remote), tokens: 1 };
+            let one = |(local, remote)| Chunk {
+                local: Spot::block(local),
+                remote: Spot::block(remote),
+                tokens: 1,
+            };
             last.map(one).into_iter().collect()
         } else if self.paired {
             self.whole_blocks(group)

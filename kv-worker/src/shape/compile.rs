@@ -108,8 +108,7 @@ pub fn compile(
     let ranks = remote_topology.sources_of(rank, topology)?;
     let mut sources = Vec::with_capacity(ranks.len());
     for source in ranks {
-        let remote =
-            remotes.iter().find(|r| r.rank == source).ok_or(ShapeError::NoSuchRank { rank: source })?;
+        let remote = remotes.iter().find(|r| r.rank == source).ok_or(ShapeError::NoSuchRank { rank: source })?;
         check_heads(remote_topology, source, remote.layout)
             .map_err(|error| ShapeError::Heads { side: "theirs", source: error })?;
         check_dealt(local, topology, remote.layout, remote_topology)?;
@@ -279,7 +278,9 @@ fn join(copies: Vec<Copy>, local: &BlockLayout, kinds: &[GroupKind]) -> Vec<Copy
 }
 
 fn touch(a: &Copy, b: &Copy) -> bool {
-    let beside = |a: &Place, b: &Place| a.memory == b.memory && a.block == b.block && a.kernel == b.kernel;
+    let beside = |a: &Place, b: &Place| {
+        a.memory == b.memory && a.block == b.block && a.kernel == b.kernel
+    };
     a.is_whole
         && b.is_whole
         && a.group == b.group

@@ -26,7 +26,8 @@ impl Place {
         let tokens = if is_state { 1 } else { layout.tokens_of_kernel() };
         let kernels = if is_state { 1 } else { layout.kernel_blocks() };
         let row = u64::from(region.head_size) * region.dtype.bytes();
-        let (head_step, token_step) = layout.order.steps(u64::from(region.heads), u64::from(tokens), row);
+        let (head_step, token_step) =
+            layout.order.steps(u64::from(region.heads), u64::from(tokens), row);
         Self {
             memory: region.memory,
             at: region.base + u64::from(head) * head_step + u64::from(element) * region.dtype.bytes(),

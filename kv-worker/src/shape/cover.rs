@@ -23,11 +23,8 @@ pub(super) fn check(
             continue;
         }
         let holds = |source: Rank| shares == 1 || remote_topology.context_rank(source) == share;
-        let copies: Vec<Copy> = sources
-            .iter()
-            .filter(|(s, ..)| holds(*s))
-            .flat_map(|(_, _, copies)| copies.iter().copied())
-            .collect();
+        let copies: Vec<Copy> =
+            sources.iter().filter(|(s, ..)| holds(*s)).flat_map(|(_, _, copies)| copies.iter().copied()).collect();
         let by_region = by_region(&copies);
         for (index, region) in local.regions.iter().enumerate() {
             let is_shared = local.regions[..index].iter().any(|other| same_bytes(other, region));
@@ -59,10 +56,9 @@ fn check_region(local: &BlockLayout, region: &RegionLayout, copies: &[&Copy]) ->
     }
     let covered: u64 = rectangles.iter().map(|(h0, h1, e0, e1)| (h1 - h0) * (e1 - e0)).sum();
     let inside = rectangles.iter().all(|(_, h1, _, e1)| *h1 <= u64::from(region.heads) && *e1 <= row);
-    let overlap = rectangles
-        .iter()
-        .enumerate()
-        .any(|(i, a)| rectangles[..i].iter().any(|b| a.0 < b.1 && b.0 < a.1 && a.2 < b.3 && b.2 < a.3));
+    let overlap = rectangles.iter().enumerate().any(|(i, a)| {
+        rectangles[..i].iter().any(|b| a.0 < b.1 && b.0 < a.1 && a.2 < b.3 && b.2 < a.3)
+    });
     if covered != token || !inside || overlap {
         return Err(ShapeError::Cover { layer: region.layer.clone(), covered, bytes: token });
     }

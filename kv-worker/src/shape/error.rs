@@ -115,9 +115,7 @@ pub enum BlocksError {
         blocks: u32,
     },
     /// A list that ends before the tokens do, or goes on behind them.
-    #[error(
-        "group {group}: {tokens} tokens end in {side} block {needed} of the sequence, the list ends with block {got}"
-    )]
+    #[error("group {group}: {tokens} tokens end in {side} block {needed} of the sequence, the list ends with block {got}")]
     Length {
         /// The group.
         group: u32,

@@ -86,14 +86,7 @@ pub(crate) fn layout() -> BlockLayout {
         heads_total: 0,
         head_size: 4,
     };
-    BlockLayout {
-        block_tokens: 4,
-        blocks: BLOCKS,
-        kernel_tokens: 0,
-        order: BlockOrder::HeadsTokens,
-        groups: vec![],
-        regions: vec![region],
-    }
+    BlockLayout { block_tokens: 4, blocks: BLOCKS, kernel_tokens: 0, order: BlockOrder::HeadsTokens, groups: vec![], regions: vec![region] }
 }
 
 pub(crate) fn life(n: u64) -> Incarnation {

@@ -1,8 +1,8 @@
 //! One of a request's offers.
 
 use kv_proto::{
-    BlockList, ConsumerOrder, GroupBlocks, GroupKind, LeaseRef, LoadId, OfferDigest, PeerLocator,
-    ReleaseReason, RemotePrefill, RequestId,
+    BlockList, ConsumerOrder, GroupBlocks, GroupKind, LeaseRef, LoadId, OfferDigest, PeerLocator, ReleaseReason,
+    RemotePrefill, RequestId,
 };
 
 use crate::config::SchedConfig;

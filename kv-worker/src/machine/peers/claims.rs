@@ -39,13 +39,7 @@ impl Peers {
 
     /// A pull begins: it takes the place of the request that waited. Returns whether the producer has said meanwhile that
     /// it does not hold the lease.
-    pub fn pull_began(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        key: &SourceKey,
-        name: OfferName,
-    ) -> bool {
+    pub fn pull_began(&mut self, now: Moment, config: &WorkerConfig, key: &SourceKey, name: OfferName) -> bool {
         let Some(claim) = self.claim(now, config, key, name) else { return false };
         claim.waiting = claim.waiting.saturating_sub(1);
         claim.reading += 1;
@@ -190,7 +184,13 @@ impl Peers {
     }
 
     /// Renews what the peer is wanted for, and tells it what is new since the last time.
-    pub fn renew(&mut self, now: Moment, config: &WorkerConfig, key: &SourceKey, out: &mut Vec<Decision>) {
+    pub fn renew(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        key: &SourceKey,
+        out: &mut Vec<Decision>,
+    ) {
         let Some(peer) = peer_mut(&mut self.producers, key) else { return };
         let State::Ready { link, remote, renewal, .. } = &mut peer.state else { return };
         let pace = remote.pace(config);

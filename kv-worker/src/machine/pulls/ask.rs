@@ -14,8 +14,7 @@ impl Pulls {
         let Some(pull) = self.pulls.get(&id) else { return };
         if let Standing::Ready(link, _) = self.peers.standing(&pull.key) {
             let (lease, offer) = pull.name;
-            let message =
-                WorkerMessage::Check { lease, attempt: Attempt(id.load.0), offer, blocks: pull.read };
+            let message = WorkerMessage::Check { lease, attempt: Attempt(id.load.0), offer, blocks: pull.read };
             out.push(Decision::Send { link, message });
         }
     }
@@ -79,8 +78,7 @@ impl Pulls {
             self.end(now, config, id, End::Confirmed { more }, out);
             self.part_ended(now, config, id, PullEnd::Loaded(stats), out);
         } else {
-            let detail =
-                format!("{lease} of engine {} did not hold until the read had ended", key.peer.engine);
+            let detail = format!("{lease} of engine {} did not hold until the read had ended", key.peer.engine);
             self.fail(now, config, id, Failure::new(LoadFailure::Lapsed, detail), out);
         }
     }

@@ -120,7 +120,8 @@ impl Pulls {
 
     /// Asks the producer to compare what it has not answered; if it is not ready, it is asked when it is.
     pub(super) fn ask_to_compare(&self, id: PullId, what: std::ops::Range<u32>, out: &mut Vec<Decision>) {
-        let Some(Pull { name: (lease, offer), key, comparison: Some(comparison), .. }) = self.pulls.get(&id)
+        let Some(Pull { name: (lease, offer), key, comparison: Some(comparison), .. }) =
+            self.pulls.get(&id)
         else {
             return;
         };
