@@ -3,10 +3,12 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use kv_connector::Config;
 use kv_connector::recovery::Policy;
+use kv_testkit::engine::cache_layout::CacheLayout;
 use kv_testkit::engine::http;
+use kv_testkit::engine::model::ModelKind;
 use kv_testkit::engine::process::{Engine, EngineOptions};
 use kv_testkit::engine::wire::ModelSource;
 use serde_json::json;
@@ -25,11 +27,22 @@ pub(crate) struct ServeArgs {
     #[arg(long, default_value_t = 1)]
     ranks: u32,
     /// A Llama-architecture folder (config.json and safetensors). Without it: a tiny model from a seed.
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["model_kind", "kv_heads"])]
     model: Option<PathBuf>,
+    /// Attention of the tiny model: grouped-query (gqa), one latent for all heads that every rank holds (mla), or
+    /// grouped-query with every other layer's attention in a sliding window (hybrid).
+    #[arg(long, default_value = "gqa")]
+    model_kind: KindArg,
+    /// KV heads of the tiny model; ranks must divide them, or be a multiple of them.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
+    kv_heads: u32,
     /// Seed of the tiny model.
     #[arg(long, default_value_t = 7)]
     seed: u64,
+    /// How the KV cache lies in memory: heads before tokens (hnd) or after them (nhd), keys and values apart (-apart),
+    /// the layers of a block side by side (-rows); for example nhd-apart.
+    #[arg(long, default_value = "hnd")]
+    cache_layout: CacheLayout,
     /// Tokens in a block.
     #[arg(long, default_value_t = 16)]
     block_tokens: u32,
@@ -60,6 +73,27 @@ pub(crate) struct ServeArgs {
     /// Claim every read without doing it.
     #[arg(long, hide = true)]
     unmoved: bool,
+}
+
+/// [`ModelKind`] on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KindArg {
+    /// Grouped-query attention.
+    Gqa,
+    /// Multi-head latent attention.
+    Mla,
+    /// Full attention and sliding windows in turn.
+    Hybrid,
+}
+
+impl From<KindArg> for ModelKind {
+    fn from(kind: KindArg) -> Self {
+        match kind {
+            KindArg::Gqa => Self::Gqa,
+            KindArg::Mla => Self::Mla,
+            KindArg::Hybrid => Self::Hybrid,
+        }
+    }
 }
 
 /// The policies that this engine follows.
@@ -117,11 +151,12 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
     });
     let model = match &args.model {
         Some(folder) => ModelSource::Folder(folder.to_string_lossy().into_owned()),
-        None => ModelSource::Seed(args.seed),
+        None => ModelSource::Seed { seed: args.seed, kind: args.model_kind.into(), kv_heads: args.kv_heads },
     };
     let mut engine = Engine::start(EngineOptions {
         ranks: args.ranks,
         model,
+        layout: args.cache_layout,
         block_tokens: args.block_tokens,
         blocks: args.kv_blocks,
         step_tokens: args.step_tokens,

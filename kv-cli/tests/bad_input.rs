@@ -114,15 +114,15 @@ fn transfer_params_that_cannot_be_are_refused_by_field_and_values() {
 fn an_offer_that_does_not_fit_the_request_is_refused_with_both_values_and_given_back() {
     let _turn = my_turn();
     let (p, d) = pair();
-    let other_blocks = Server::connected("d8", &["--block-tokens", "8"]);
+    let other_groups = Server::connected("d-hybrid", &["--model-kind", "hybrid"]);
     block_on(async {
         let long = prompt(0, 40);
         let mut changed = long.clone();
         changed[3] += 1;
         let digest = "digest of the first 40 tokens is ";
         let cases: [(&Server, &[u32], u32, &[&str]); 4] = [
-            (&other_blocks, &long, 4, &["block_tokens: ours 8, theirs 16"]),
-            (&d, &long[..30], 4, &["the offer covers 40 tokens, the prompt has 30"]),
+            (&other_groups, &long, 4, &["block groups: ours 2, theirs 1"]),
+            (&d, &changed[..30], 4, &["the offer covers 40 tokens, the prompt has 30"]),
             (&d, &changed, 4, &["another prompt", digest, " here, ", " there"]),
             (&d, &long, 9000, &["make 9040 tokens, at most 8192 are allowed"]),
         ];
@@ -133,9 +133,13 @@ fn an_offer_that_does_not_fit_the_request_is_refused_with_both_values_and_given_
                 assert!(text.contains(word), "{word:?} is missing: {text}");
             }
             let leases = p.settled().await["connector"]["leases"].clone();
-            // An engine of another layout is refused by P, so that it cannot say anything; there the lease runs out.
+            // An engine of another model is refused by P, so that it cannot say anything; there the lease runs out.
             assert_eq!((&leases["released"], &leases["expired"]), (&json!(number), &json!(1)), "{leases}");
         }
+        // A prompt that was only made shorter has its beginning in the offer.
+        let params = p.prefill("r", &long).await;
+        let (status, answer) = d.ask("r", &long[..30], 4, &params).await;
+        assert_eq!((status, tokens(&answer)), (200, reference(&long[..30], 4)));
         assert_well(&p, &d).await;
     });
 }

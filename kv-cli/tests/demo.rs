@@ -107,6 +107,44 @@ fn two_ranks_hand_over_to_two_ranks() {
     assert_all_moved(&seen.1, 12, TWELVE);
 }
 
+/// Two engines of other shapes hand over twelve prompts, whole.
+fn assert_shapes_hand_over(shapes: &[&str]) {
+    let seen = demo(&[&["--requests", "12", "--max-tokens", "8"], shapes].concat());
+    assert_good(&seen, 12, 0);
+    assert_all_moved(&seen.1, 12, TWELVE);
+}
+
+#[test]
+fn ranks_blocks_and_layouts_may_all_differ_at_once() {
+    assert_shapes_hand_over(&[
+        "--prefill-ranks",
+        "2",
+        "--decode-ranks",
+        "4",
+        "--prefill-block",
+        "32",
+        "--prefill-layout",
+        "nhd-apart",
+        "--decode-layout",
+        "hnd-rows",
+    ]);
+}
+
+#[test]
+fn three_ranks_hand_over_to_one() {
+    assert_shapes_hand_over(&["--prefill-ranks", "3"]);
+}
+
+#[test]
+fn a_latent_that_every_rank_holds_is_handed_over() {
+    assert_shapes_hand_over(&["--model-kind", "mla", "--prefill-ranks", "4", "--decode-ranks", "2"]);
+}
+
+#[test]
+fn a_window_and_what_sees_everything_are_handed_over_side_by_side() {
+    assert_shapes_hand_over(&["--model-kind", "hybrid", "--prefill-ranks", "2", "--decode-block", "32"]);
+}
+
 #[test]
 fn engines_that_schedule_ahead_answer_equally() {
     let seen = demo(&["--requests", "12", "--max-tokens", "8", "--async-schedule"]);
@@ -199,9 +237,11 @@ fn a_bad_command_line_is_refused_at_once_with_the_option_and_its_values() {
         (vec!["--prompts", empty], vec!["--prompts ", empty, "has no prompt"]),
         (vec!["--transport", "pigeon"], vec!["--transport: ", "\"pigeon\"", "[\"tcp\", \"shm\""]),
         (
-            vec!["--prefill-ranks", "1", "--decode-ranks", "2"],
-            vec!["--prefill-ranks and --decode-ranks: ", "1 and 2 differ"],
+            vec!["--fault", "corrupt", "--prefill-ranks", "1", "--decode-ranks", "2"],
+            vec!["--fault: ", "checksums", "alike"],
         ),
+        (vec!["--decode-layout", "dnh"], vec!["'dnh'", "--decode-layout", "hnd or nhd"]),
+        (vec!["--model-kind", "hybrid", "--kv-blocks", "9"], vec!["--kv-blocks: ", "the pool has 9"]),
         (vec!["--requests", "0"], vec!["--requests", "at least 1"]),
         (vec!["--max-tokens", "0"], vec!["'0'", "--max-tokens", "1.."]),
         (vec!["--max-tokens", "4294967295"], vec!["--kv-blocks: ", "needs ", "the pool has 2048"]),
@@ -230,7 +270,7 @@ fn a_model_that_cannot_be_read_is_named() {
 #[test]
 fn ranks_that_do_not_divide_the_heads_are_refused_with_both_figures() {
     let _turn = my_turn();
-    let given = ["--prefill-ranks", "3", "--decode-ranks", "3"];
+    let given = ["--prefill-ranks", "3", "--decode-ranks", "3", "--kv-heads", "4"];
     let (code, _, err) = run(&[&["demo", "--json", "--requests", "1"][..], &given].concat());
     assert_eq!(code, 2, "{err}");
     assert!(err.contains('3') && err.contains('4') && err.contains("worker"), "{err}");

@@ -8,10 +8,13 @@ use common::{my_turn, run};
 use serde_json::Value;
 
 fn demo(fault: &str, policy: &str) -> (i32, Value) {
+    demo_of(fault, policy, ["9", "3"], &[])
+}
+
+fn demo_of(fault: &str, policy: &str, [requests, concurrency]: [&str; 2], more: &[&str]) -> (i32, Value) {
     let _turn = my_turn();
-    let arguments =
-        ["demo", "--json", "--requests", "9", "--concurrency", "3", "--fault", fault, "--policy", policy];
-    let (code, out, err) = run(&arguments);
+    let counts = ["demo", "--json", "--requests", requests, "--concurrency", concurrency];
+    let (code, out, err) = run(&[&counts, &["--fault", fault, "--policy", policy][..], more].concat());
     (code, serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}\n{err}")))
 }
 
@@ -48,6 +51,17 @@ fn under_the_policy_fail_the_struck_end_with_an_error_and_the_others_are_answere
     assert!(count(&json, "/errors") > 0, "{json}");
 }
 
+// P8
+#[test]
+fn between_engines_of_unequal_shapes_a_killed_producer_costs_computation_too() {
+    let shapes =
+        ["--model-kind", "hybrid", "--decode-ranks", "2", "--prefill-block", "32", "--prefill-layout", "nhd"];
+    let told = demo_of("kill-prefill", "recompute", ["9", "3"], &shapes);
+    assert_recovered(&told);
+    let (_, json) = told;
+    assert!(count(&json, "/recovered/requests") + count(&json, "/recovered/loads_not_begun") > 0, "{json}");
+}
+
 // P7, R034
 #[test]
 fn a_reborn_producer_is_not_taken_for_the_one_that_made_the_offers() {
@@ -76,6 +90,14 @@ fn a_handshake_that_hangs_costs_its_limit_once() {
     let told = demo("handshake-hang", "recompute");
     assert_recovered(&told);
     assert!(count(&told.1, "/reasons/handshake_unreachable") > 0, "{}", told.1);
+}
+
+// A load that a breaker holds back has no blocks of the window's beginning, which the computation needs.
+#[test]
+fn prompts_longer_than_a_window_are_computed_where_their_loads_are_not_begun() {
+    let told = demo_of("drop-connection", "recompute", ["13", "1"], &["--model-kind", "hybrid"]);
+    assert_recovered(&told);
+    assert!(count(&told.1, "/recovered/loads_not_begun") > 0, "{}", told.1);
 }
 
 #[test]

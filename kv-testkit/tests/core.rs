@@ -6,8 +6,9 @@ mod common;
 
 use common::{PLENTY, Rig, ask, id, prompt, reference, settings, tiny};
 use kv_testkit::engine::core::CoreSettings;
-use kv_testkit::engine::model::{Tokenizer, Weights};
+use kv_testkit::engine::model::{ModelConfig, ModelKind, Tokenizer, Weights};
 use kv_testkit::engine::request::{Ask, Happening};
+use kv_testkit::engine::store::group_kinds;
 
 /// Prompts of lengths around the block's, with what the model answers.
 fn cases(max_tokens: u32) -> Vec<(Vec<u32>, Vec<u32>)> {
@@ -131,6 +132,52 @@ fn a_pool_too_small_for_all_preempts_and_still_answers_right() {
             let rig = all_at_once(CoreSettings { run_ahead, blocks, step_tokens, ..settings() }, &cases);
             assert!(rig.core.stats().preempted > 0, "{blocks} blocks were enough");
             assert_eq!(rig.core.pool().free(), blocks as usize);
+        }
+    }
+}
+
+/// A model whose layers see everything and the last 40 positions in turn, and an engine for it.
+fn hybrid() -> (Weights, CoreSettings) {
+    let weights = Weights::seeded(&ModelConfig::tiny_of(ModelKind::Hybrid, 4), 7).unwrap();
+    let groups = group_kinds(weights.config());
+    (weights, CoreSettings { groups, ..settings() })
+}
+
+#[test]
+fn a_window_gives_back_the_blocks_that_it_has_left() {
+    let (weights, settings) = hybrid();
+    for (run_ahead, step_tokens) in [(false, 512), (true, 512), (true, 20)] {
+        let mut rig = Rig::of(CoreSettings { run_ahead, step_tokens, ..settings.clone() }, &weights);
+        let number = rig.arrive(ask("r", &prompt(0, 100), 41));
+        let mut held = Vec::new();
+        while rig.turn() {
+            held.push(rig.held());
+        }
+        assert_eq!(rig.tokens(number), reference(&weights, &prompt(0, 100), 41));
+        // Of 140 positions in 9 blocks the window sees those from 100 on, which are in 3; a step in flight may still
+        // look at a fourth.
+        let last = held.iter().rev().find(|held| **held > 0).unwrap();
+        assert!((12..=13).contains(last), "{held:?}");
+    }
+}
+
+#[test]
+fn block_groups_change_no_answer_in_a_pool_too_small_for_all() {
+    let (weights, settings) = hybrid();
+    let lengths = [15, 16, 17, 32, 50, 64, 100];
+    for run_ahead in [false, true] {
+        for (blocks, step_tokens) in [(19, 512), (23, 30), (128, 20)] {
+            let mut rig =
+                Rig::of(CoreSettings { run_ahead, blocks, step_tokens, ..settings.clone() }, &weights);
+            let cases: Vec<_> = lengths.iter().enumerate().map(|(n, len)| prompt(n as u32, *len)).collect();
+            let ask = |(n, prompt): (usize, &Vec<u32>)| rig.arrive(ask(&format!("r{n}"), prompt, 40));
+            let numbers: Vec<u64> = cases.iter().enumerate().map(ask).collect();
+            rig.drain();
+            for (number, prompt) in numbers.into_iter().zip(&cases) {
+                assert_eq!(rig.tokens(number), reference(&weights, prompt, 40), "{} tokens", prompt.len());
+            }
+            assert_eq!(rig.core.stats().preempted > 0, blocks < 128);
+            assert_eq!(rig.core.pool().free() as u32, blocks - 1, "all but the placeholder");
         }
     }
 }

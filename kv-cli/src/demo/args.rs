@@ -4,6 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use kv_connector::recovery::Policy;
+use kv_testkit::engine::cache_layout::CacheLayout;
+
+use crate::serve::KindArg;
 
 /// When clients go away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -37,7 +40,7 @@ pub(crate) enum FaultMode {
     DropConnection,
     /// Reads bring no byte until their limit.
     Stall,
-    /// Reads bring wrong bytes and say that all is well; checksums are on.
+    /// Reads bring wrong bytes and say that all is well; checksums are on, so both engines must be alike.
     Corrupt,
     /// Nobody listens where D is to shake hands.
     HandshakeRefused,
@@ -68,9 +71,29 @@ pub(crate) struct DemoArgs {
     /// Worker processes of the prefill engine.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) prefill_ranks: u32,
-    /// Worker processes of the decode engine. So far as many as the prefill engine has.
+    /// Worker processes of the decode engine.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) decode_ranks: u32,
+    /// How the prefill engine's KV cache lies in memory: hnd or nhd, then -apart (keys and values apart) and -rows (the
+    /// layers of a block side by side) as wanted.
+    #[arg(long, default_value = "hnd", value_name = "LAYOUT")]
+    pub(crate) prefill_layout: CacheLayout,
+    /// How the decode engine's does.
+    #[arg(long, default_value = "hnd", value_name = "LAYOUT")]
+    pub(crate) decode_layout: CacheLayout,
+    /// Tokens in a block of the prefill engine.
+    #[arg(long, default_value_t = 16, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) prefill_block: u32,
+    /// Tokens in a block of the decode engine.
+    #[arg(long, default_value_t = 16, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) decode_block: u32,
+    /// Attention of the tiny model: grouped-query (gqa), one latent for all heads that every rank holds (mla), or
+    /// grouped-query with every other layer's attention in a sliding window (hybrid).
+    #[arg(long, default_value = "gqa", conflicts_with = "model")]
+    pub(crate) model_kind: KindArg,
+    /// KV heads of the tiny model; without it as many as both engines' ranks can share out: 4, 8, 12 or 24.
+    #[arg(long, conflicts_with = "model", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) kv_heads: Option<u32>,
     /// Both engines schedule one step ahead.
     #[arg(long)]
     pub(crate) async_schedule: bool,
@@ -107,4 +130,23 @@ pub(crate) struct DemoArgs {
     /// The control: D claims its reads without doing them, so every answer that needs them must be wrong.
     #[arg(long, hide = true)]
     pub(crate) unmoved: bool,
+}
+
+/// Numbers of KV heads of which the demonstration takes the first that fits both engines.
+const KV_HEADS: [u32; 4] = [4, 8, 12, 24];
+
+impl DemoArgs {
+    /// KV heads of the tiny model.
+    pub(crate) fn heads(&self) -> u32 {
+        let fits =
+            |heads: &u32| heads.is_multiple_of(self.prefill_ranks) && heads.is_multiple_of(self.decode_ranks);
+        // Where none fits the workers say so, with both figures.
+        self.kv_heads.or_else(|| KV_HEADS.into_iter().find(fits)).unwrap_or(KV_HEADS[0])
+    }
+
+    /// Whether both engines have the same ranks, blocks and layout.
+    pub(crate) fn is_even(&self) -> bool {
+        (self.prefill_ranks, self.prefill_layout, self.prefill_block)
+            == (self.decode_ranks, self.decode_layout, self.decode_block)
+    }
 }

@@ -24,7 +24,7 @@ use self::client::{Ending, Seen, Wish, ask};
 use self::report::{Figures, Outcome, Row};
 use self::stage::Stage;
 use crate::error::Failure;
-use crate::serve::runtime;
+use crate::serve::{KindArg, runtime};
 
 /// How long blocks may still be held after the last answer, beyond the life of a lease: steps, reports, loads
 /// that were cancelled.
@@ -37,11 +37,10 @@ pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::new("--requests and --concurrency", "must be at least 1"));
     }
     let wishes = wishes(args)?;
-    if args.prefill_ranks != args.decode_ranks {
-        // Every load would be refused in the handshake and computed instead: right answers that show nothing.
-        let why =
-            format!("{} and {} differ; both engines need as many", args.prefill_ranks, args.decode_ranks);
-        return Err(Failure::new("--prefill-ranks and --decode-ranks", why));
+    if args.fault == FaultMode::Corrupt && !args.is_even() {
+        // Digests are of blocks, and blocks of unequal shapes have none in common.
+        let why = "corrupt needs both engines alike in ranks, layout and block: only then can checksums be compared";
+        return Err(Failure::new("--fault", why));
     }
     if args.fault != FaultMode::None && args.abort != AbortMode::None {
         return Err(Failure::new(
@@ -53,7 +52,9 @@ pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode, Failure> {
     kv_connector::Config::from_json(&stage::config(args, "demo", 0).to_string())
         .map_err(|e| Failure::new("--transport", e))?;
     let longest = wishes.iter().map(|w| w.prompt.len() as u64 + u64::from(w.max_tokens)).max().unwrap_or(0);
-    let needed = longest.div_ceil(prompts::BLOCK_TOKENS as u64);
+    // A hybrid model has two block groups, and a placeholder.
+    let (groups, spare) = if args.model_kind == KindArg::Hybrid { (2, 1) } else { (1, 0) };
+    let needed = longest.div_ceil(u64::from(args.decode_block)) * groups + spare;
     if u64::from(args.kv_blocks) < needed {
         let why = format!("the longest request needs {needed} blocks, the pool has {}", args.kv_blocks);
         return Err(Failure::new("--kv-blocks", why));

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
+use kv_testkit::engine::cache_layout::CacheLayout;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -38,14 +40,31 @@ pub(crate) struct Stage {
     _plans: TempDir,
 }
 
+/// How one of the engines is built.
+struct Build {
+    ranks: u32,
+    layout: CacheLayout,
+    block_tokens: u32,
+    blocks: u32,
+}
+
 /// Arguments of an engine.
-fn engine(args: &DemoArgs, ranks: u32, blocks: u32) -> Vec<String> {
-    let mut all: Vec<String> = ["serve", "--ranks"].map(str::to_owned).into();
-    all.push(ranks.to_string());
-    all.extend(["--block-tokens".to_owned(), prompts::BLOCK_TOKENS.to_string()]);
-    all.extend(["--kv-blocks".to_owned(), blocks.to_string()]);
+fn engine(args: &DemoArgs, build: &Build) -> Vec<String> {
+    let Build { ranks, layout, block_tokens, blocks } = build;
+    let mut all = vec!["serve".to_owned()];
+    for (option, value) in [
+        ("--ranks", ranks.to_string()),
+        ("--cache-layout", layout.to_string()),
+        ("--block-tokens", block_tokens.to_string()),
+        ("--kv-blocks", blocks.to_string()),
+    ] {
+        all.extend([option.to_owned(), value]);
+    }
     if let Some(model) = &args.model {
         all.extend(["--model".to_owned(), model.to_string_lossy().into_owned()]);
+    } else {
+        let kind = args.model_kind.to_possible_value().map(|v| v.get_name().to_owned()).unwrap_or_default();
+        all.extend(["--model-kind".to_owned(), kind, "--kv-heads".to_owned(), args.heads().to_string()]);
     }
     if args.async_schedule {
         all.push("--async-schedule".to_owned());
@@ -53,9 +72,11 @@ fn engine(args: &DemoArgs, ranks: u32, blocks: u32) -> Vec<String> {
     all
 }
 
-/// The reference: one engine that stands alone.
+/// The reference: one engine that stands alone, on one rank and in the usual layout, whatever the others are.
 pub(crate) fn reference(args: &DemoArgs) -> Result<Running, Failure> {
-    let mut arguments = engine(args, 1, 2048);
+    let block_tokens = prompts::BLOCK_TOKENS as u32;
+    let mut arguments =
+        engine(args, &Build { ranks: 1, layout: CacheLayout::default(), block_tokens, blocks: 2048 });
     arguments.push("--alone".to_owned());
     Running::start("the reference engine", &arguments)
 }
@@ -128,8 +149,24 @@ impl Stage {
             std::fs::write(&file, text).map_err(|e| Failure::new(format!("write {}", file.display()), e))?;
             Ok(file.to_string_lossy().into_owned())
         };
-        let mut p = engine(args, args.prefill_ranks, 2048);
-        let mut d = engine(args, args.decode_ranks, args.kv_blocks);
+        let mut p = engine(
+            args,
+            &Build {
+                ranks: args.prefill_ranks,
+                layout: args.prefill_layout,
+                block_tokens: args.prefill_block,
+                blocks: 2048,
+            },
+        );
+        let mut d = engine(
+            args,
+            &Build {
+                ranks: args.decode_ranks,
+                layout: args.decode_layout,
+                block_tokens: args.decode_block,
+                blocks: args.kv_blocks,
+            },
+        );
         d.extend(["--policy".to_owned(), args.policy.name().to_owned()]);
         if args.unmoved {
             d.push("--unmoved".to_owned());

@@ -227,12 +227,13 @@ pub(crate) fn reference(prompt: &[u32], count: u32) -> Vec<u32> {
     let config = weights.config();
     let mut shard = Shard::new(config, &weights, 0, 1).unwrap();
     let blocks: Vec<u32> = (0..(prompt.len() as u32 + count).div_ceil(16)).collect();
-    let (layers, heads) = (config.num_hidden_layers, shard.local_groups());
+    let (layers, heads) = (config.num_hidden_layers, shard.cache_heads());
     let mut store = VecStore::new(layers, blocks.len(), 16, heads, config.head_size());
     let mut all = prompt.to_vec();
     let mut start = 0;
     while all.len() < prompt.len() + count as usize {
-        let chunk = Chunk { tokens: &all[start..], start, blocks: &blocks, wants_token: true };
+        let chunk =
+            Chunk { tokens: &all[start..], start, blocks: &blocks, window_blocks: &[], wants_token: true };
         let next = shard.forward(&[chunk], 16, &mut store, &mut SoloReduce).unwrap();
         start = all.len();
         all.push(next[0].unwrap());

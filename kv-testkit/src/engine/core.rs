@@ -4,15 +4,18 @@
 //! [`Core::next_step`] gives an order for the workers, [`Core::step_done`] takes what they answered.
 
 mod loading;
+mod tables;
 
 use std::collections::{BTreeMap, VecDeque};
 
 use kv_connector::recovery::Policy;
-use kv_connector::{BlockList, HoldId, RequestEnd, RequestId, Role, SchedEvent, SchedulerConnector, Verdict};
-use kv_proto::BlockId;
+use kv_connector::{HoldId, RequestEnd, RequestId, Role, SchedEvent, SchedulerConnector, Verdict};
+use kv_proto::{BlockId, GroupKind};
 use serde_bytes::ByteBuf;
 use serde_json::Value;
 
+use self::tables::Cut;
+pub(super) use self::tables::Tables;
 use super::model::Tokenizer;
 use super::pool::BlockPool;
 use super::recovering::{BreakerStats, Recovering};
@@ -36,6 +39,9 @@ pub struct CoreSettings {
     pub vocab_size: u32,
     /// Positions that the model knows.
     pub max_positions: u32,
+    /// What the block groups of the cache are. Where one is a window, block 0 is kept as a placeholder, blocks that the
+    /// window has left are given back, and prefixes are not cached.
+    pub groups: Vec<GroupKind>,
 }
 
 /// Figures of an engine.
@@ -85,6 +91,7 @@ struct InFlight {
 /// The scheduler of one engine.
 pub struct Core {
     settings: CoreSettings,
+    cut: Cut,
     connector: Option<SchedulerConnector>,
     pool: BlockPool,
     requests: BTreeMap<u64, Request>,
@@ -107,8 +114,11 @@ pub struct Core {
 impl Core {
     /// An idle engine; without a connector it stands alone.
     pub fn new(settings: CoreSettings, connector: Option<SchedulerConnector>) -> Self {
+        let cut = Cut { block_tokens: settings.block_tokens, groups: settings.groups.clone() };
+        let new = if cut.caches_prefixes() { BlockPool::new } else { BlockPool::with_placeholder };
         Self {
-            pool: BlockPool::new(settings.blocks),
+            pool: new(settings.blocks),
+            cut,
             recovering: Recovering::new(settings.policy),
             settings,
             connector,
@@ -222,7 +232,7 @@ impl Core {
             let most = self.settings.max_positions;
             return Err(format!("prompt and max_tokens make {tokens} tokens, at most {most} are allowed"));
         }
-        let needed = tokens.div_ceil(u64::from(self.settings.block_tokens));
+        let needed = tokens.div_ceil(u64::from(self.settings.block_tokens)) * self.cut.groups.len() as u64;
         if needed > self.pool.size() as u64 {
             return Err(format!("the request needs {needed} blocks, the pool has {}", self.pool.size()));
         }
@@ -301,7 +311,7 @@ impl Core {
         if tokens == 0 {
             return None;
         }
-        if !self.grow(number, start + tokens) {
+        if !self.grow(number, start, start + tokens) {
             self.short_of_blocks = true;
             return None;
         }
@@ -315,23 +325,19 @@ impl Core {
         };
         request.scheduled += tokens;
         request.pending += u32::from(wants_token);
-        let blocks = request.blocks.iter().map(|b| b.0).collect();
+        let blocks = request.blocks.ids();
         let work = Work { request: number, tokens: values, start, blocks, wants_token };
         Some((work, Ordered { request: number, epoch: request.epoch, tokens, wants_token }))
     }
 
-    /// Makes room for a request's tokens, by preempting the youngest others if need be.
-    fn grow(&mut self, number: u64, tokens: u32) -> bool {
-        let needed = tokens.div_ceil(self.settings.block_tokens) as usize;
+    /// Makes room for a request's tokens from `start` to before `end`, by preempting the youngest others if need be.
+    fn grow(&mut self, number: u64, start: u32, end: u32) -> bool {
         loop {
             let Some(request) = self.requests.get(&number) else { return false };
-            let missing = needed.saturating_sub(request.blocks.len());
-            if missing == 0 {
-                return true;
-            }
+            let missing = request.blocks.missing(&self.cut, start, end);
             if let Some(blocks) = self.pool.allocate(missing) {
                 if let Some(request) = self.requests.get_mut(&number) {
-                    request.blocks.extend(blocks);
+                    request.blocks.fill(&self.cut, start, end, blocks);
                 }
                 return true;
             }
@@ -349,7 +355,7 @@ impl Core {
     fn preempt(&mut self, number: u64) {
         self.running.retain(|n| *n != number);
         let Some(request) = self.requests.get_mut(&number) else { return };
-        let blocks = std::mem::take(&mut request.blocks);
+        let blocks = request.blocks.take();
         request.stage = Stage::Waiting;
         request.scheduled = 0;
         request.computed = 0;
@@ -373,22 +379,28 @@ impl Core {
                 self.waiting.pop_front();
                 continue;
             };
-            let block_tokens = self.settings.block_tokens;
             let tokens: Vec<u32> = request.tokens().collect();
             let id = request.ask.id.clone();
             // The last token is run in any case, so its block must be the request's own: nobody writes into a
             // block that others may be reading.
             let findable = &tokens[..tokens.len() - 1];
-            let mut blocks = self.pool.find_prefix(findable, block_tokens as usize);
-            let local = blocks.len() as u32 * block_tokens;
+            let block_tokens = self.settings.block_tokens;
+            let found = if self.cut.caches_prefixes() {
+                self.pool.find_prefix(findable, block_tokens as usize)
+            } else {
+                Vec::new()
+            };
+            let local = found.len() as u32 * block_tokens;
+            let mut blocks = Tables::of_first(found);
             let remote = self.connector.as_ref().map_or(0, |c| c.remote_tokens(&id, local));
-            let target = if remote > 0 { local + remote } else { tokens.len() as u32 };
-            let missing = (target.div_ceil(block_tokens) as usize).saturating_sub(blocks.len());
+            let (there, target) =
+                if remote > 0 { (local + remote, local + remote) } else { (local, tokens.len() as u32) };
+            let missing = blocks.missing(&self.cut, there, target);
             let Some(new) = self.pool.allocate(missing) else {
-                self.pool.release(blocks, None);
+                self.pool.release(blocks.take(), None);
                 return;
             };
-            blocks.extend(new);
+            blocks.fill(&self.cut, there, target, new);
             self.waiting.pop_front();
             if remote == 0 || self.may_load(number, &id, local, remote) {
                 self.start(number, local, remote, blocks);
@@ -398,14 +410,14 @@ impl Core {
         }
     }
 
-    fn start(&mut self, number: u64, local: u32, remote: u32, blocks: Vec<BlockId>) {
-        let Some(request) = self.requests.get_mut(&number) else { return self.release(blocks) };
-        let list: BlockList = blocks.iter().copied().collect();
+    fn start(&mut self, number: u64, local: u32, remote: u32, mut blocks: Tables) {
+        let Some(request) = self.requests.get_mut(&number) else { return self.release(blocks.take()) };
+        let lists = blocks.lists();
         request.blocks = blocks;
         request.usage.cached_tokens = local;
         if let Some(connector) = &mut self.connector
             && request.role == Role::Consumer
-            && let Err(error) = connector.blocks_allocated(&request.ask.id, local, remote, &[list])
+            && let Err(error) = connector.blocks_allocated(&request.ask.id, local, remote, &lists)
         {
             self.happenings.push((number, Happening::Failed { client: false, message: error.to_string() }));
             return self.finish(number, false);
@@ -449,6 +461,7 @@ impl Core {
                 self.happenings.push((order.request, Happening::Token(*token)));
             }
             self.publish(order.request);
+            self.leave(order.request);
             let Some(request) = self.requests.get(&order.request) else { continue };
             let stopped = !request.ask.ignore_eos && request.output.last() == Some(&Tokenizer::END_OF_TEXT);
             if stopped || request.output.len() as u32 >= request.ask.max_tokens {
@@ -459,14 +472,24 @@ impl Core {
 
     /// Lets others find the full blocks of a request that are computed.
     fn publish(&mut self, number: u64) {
-        let Some(request) = self.requests.get(&number) else { return };
+        let Some(request) = self.requests.get(&number).filter(|_| self.cut.caches_prefixes()) else { return };
         let tokens: Vec<u32> = request.tokens().take(request.computed as usize).collect();
-        self.pool.publish(&tokens, &request.blocks, self.settings.block_tokens as usize);
+        self.pool.publish(&tokens, &request.blocks.first(), self.settings.block_tokens as usize);
+    }
+
+    /// Gives back the blocks that a request's window has left. What is to be handed over is kept: the window at the end of
+    /// the prompt.
+    fn leave(&mut self, number: u64) {
+        let Some(request) = self.requests.get_mut(&number) else { return };
+        let prompt = request.ask.prompt.len() as u32;
+        let most = if request.role == Role::Producer { prompt } else { u32::MAX };
+        let left = request.blocks.leave(&self.cut, request.computed.min(most));
+        self.release(left);
     }
 
     /// A request ends; its blocks go wherever the connector says.
     fn finish(&mut self, number: u64, complete: bool) {
-        let Some(request) = self.requests.remove(&number) else { return };
+        let Some(mut request) = self.requests.remove(&number) else { return };
         self.numbers.remove(&request.ask.id);
         if request.producer.is_some() {
             self.recovering.gone(number);
@@ -474,9 +497,8 @@ impl Core {
         self.waiting.retain(|n| *n != number);
         self.running.retain(|n| *n != number);
         self.ended.push(number);
-        let list: BlockList = request.blocks.iter().copied().collect();
         let end = if complete {
-            RequestEnd::Complete { computed_tokens: request.computed, blocks: vec![list] }
+            RequestEnd::Complete { computed_tokens: request.computed, blocks: request.blocks.lists() }
         } else {
             RequestEnd::Aborted
         };
@@ -488,8 +510,8 @@ impl Core {
             verdict = finished.verdict;
         }
         match verdict {
-            Verdict::Free => self.release(request.blocks),
-            Verdict::Hold(hold) => self.hold(hold, request.blocks),
+            Verdict::Free => self.release(request.blocks.take()),
+            Verdict::Hold(hold) => self.hold(hold, request.blocks.take()),
         }
         if complete {
             let mut usage = request.usage;

@@ -9,6 +9,7 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use kv_connector::EngineIdentity;
+use kv_proto::GroupKind;
 
 use super::process::{EngineError, EngineOptions, Input};
 use super::wire::{FromWorker, ToWorker, WorkerStart, receive, send};
@@ -29,6 +30,7 @@ pub(super) struct Ready {
     pub(super) cards: Vec<Vec<u8>>,
     pub(super) vocab_size: u32,
     pub(super) max_positions: u32,
+    pub(super) groups: Vec<GroupKind>,
 }
 
 /// Starts the worker processes of an engine and tells each what it is.
@@ -67,6 +69,7 @@ pub(super) fn spawn_workers(
             rank,
             ranks: options.ranks,
             model: options.model.clone(),
+            layout: options.layout,
             block_tokens: options.block_tokens,
             blocks: options.blocks,
             connector: options.connector.clone().zip(identity.cloned()),
@@ -107,15 +110,18 @@ fn accept_worker(listener: &UnixListener, child: &mut Child) -> Result<UnixStrea
 
 /// Waits until every worker is ready.
 pub(super) fn await_ready(links: &mut [WorkerLink]) -> Result<Ready, EngineError> {
-    let mut all = Ready { cards: Vec::new(), vocab_size: u32::MAX, max_positions: u32::MAX };
+    let mut all =
+        Ready { cards: Vec::new(), vocab_size: u32::MAX, max_positions: u32::MAX, groups: Vec::new() };
     for (rank, link) in links.iter_mut().enumerate() {
         let failed = |reason: String| EngineError::Worker { rank: rank as u32, reason };
         link.stream.set_read_timeout(Some(START_LIMIT)).map_err(|e| failed(e.to_string()))?;
         match receive(&mut link.stream).map_err(|e| failed(e.to_string()))? {
-            FromWorker::Ready { card, vocab_size, max_positions, .. } => {
+            FromWorker::Ready { card, vocab_size, max_positions, groups, .. } => {
                 all.cards.extend(card.map(|c| c.into_vec()));
                 all.vocab_size = all.vocab_size.min(vocab_size);
                 all.max_positions = all.max_positions.min(max_positions);
+                // The same on every rank, as the model is.
+                all.groups = groups;
             }
             FromWorker::Failed { message } => return Err(failed(message)),
             FromWorker::Done { .. } | FromWorker::Nudge => {

@@ -6,6 +6,7 @@
 //!                                                          ◄──tokens, report──
 //! ```
 
+pub mod cache_layout;
 pub mod core;
 pub mod gather;
 pub mod http;

@@ -6,6 +6,9 @@ use std::collections::{BTreeMap, VecDeque};
 use kv_proto::BlockId;
 use sha2::{Digest, Sha256};
 
+/// Stands in block lists for blocks that are gone, in a pool that keeps it for that; nobody writes or reads it.
+pub const PLACEHOLDER: BlockId = BlockId(0);
+
 /// Names a block's contents: its own tokens and all before them.
 pub type BlockHash = [u8; 32];
 
@@ -36,6 +39,8 @@ pub struct BlockPool {
     by_hash: BTreeMap<BlockHash, BlockId>,
     fenced: VecDeque<(u64, Vec<BlockId>)>,
     next_age: u64,
+    /// Blocks that are never given out.
+    kept: usize,
 }
 
 impl BlockPool {
@@ -47,10 +52,19 @@ impl BlockPool {
             by_hash: BTreeMap::new(),
             fenced: VecDeque::new(),
             next_age: 0,
+            kept: 0,
         };
         for id in 0..blocks {
             pool.retire(BlockId(id));
         }
+        pool
+    }
+
+    /// The same, with [`PLACEHOLDER`] never given out.
+    pub fn with_placeholder(blocks: u32) -> Self {
+        let mut pool = Self::new(blocks);
+        pool.unused.retain(|_, block| *block != PLACEHOLDER);
+        pool.kept = pool.slots.len() - pool.unused.len();
         pool
     }
 
@@ -68,7 +82,7 @@ impl BlockPool {
 
     /// Blocks that somebody uses, or that wait behind a fence.
     pub fn held(&self) -> usize {
-        self.slots.len() - self.unused.len()
+        self.size() - self.unused.len()
     }
 
     /// Blocks that will be free when the steps that they wait for have ended.
@@ -82,9 +96,9 @@ impl BlockPool {
         self.slots.get(block.0 as usize).is_some_and(|slot| slot.hash.is_some())
     }
 
-    /// Blocks in all.
+    /// Blocks that can be given out, in all.
     pub fn size(&self) -> usize {
-        self.slots.len()
+        self.slots.len() - self.kept
     }
 
     /// Takes `count` blocks, the longest unused first, or none if there are fewer.
@@ -225,6 +239,14 @@ mod tests {
         assert!(pool.allocate(1).is_none());
         pool.step_done(7);
         assert_eq!((pool.free(), pool.held(), pool.returning()), (2, 0, 0));
+    }
+
+    #[test]
+    fn the_placeholder_is_never_given_out_and_not_counted() {
+        let mut pool = BlockPool::with_placeholder(3);
+        assert_eq!((pool.size(), pool.free(), pool.held()), (2, 2, 0));
+        assert_eq!(ids(&pool.allocate(2).unwrap()), [1, 2]);
+        assert!(pool.allocate(1).is_none());
     }
 
     #[test]

@@ -11,6 +11,7 @@ use serde_json::Value;
 use thiserror::Error;
 use tokio::sync::{mpsc, oneshot};
 
+use super::cache_layout::CacheLayout;
 use super::core::{Core, CoreSettings};
 use super::links::{Ready, WorkerLink, await_ready, end_workers, listen, spawn_workers};
 use super::request::{Ask, Happening};
@@ -24,6 +25,8 @@ pub struct EngineOptions {
     pub ranks: u32,
     /// The weights.
     pub model: ModelSource,
+    /// How the cache lies in memory.
+    pub layout: CacheLayout,
     /// Tokens in a block.
     pub block_tokens: u32,
     /// Blocks in the pool.
@@ -253,6 +256,7 @@ impl Engine {
             policy: options.policy,
             vocab_size: ready.vocab_size,
             max_positions: ready.max_positions,
+            groups: ready.groups.clone(),
         };
         let (end, ended) = oneshot::channel();
         let engine = Running::new(Core::new(settings, connector), links, folder);

@@ -1,9 +1,11 @@
 //! A request inside the engine, and what its client is told.
 
 use kv_connector::{RequestId, Role};
-use kv_proto::{BlockId, LoadFailure, LoadStats, PeerLocator};
+use kv_proto::{LoadFailure, LoadStats, PeerLocator};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+
+use super::core::Tables;
 
 /// What a client asks for.
 #[derive(Debug, Clone, PartialEq)]
@@ -99,7 +101,7 @@ pub(super) struct Request {
     pub(super) role: Role,
     pub(super) stage: Stage,
     pub(super) output: Vec<u32>,
-    pub(super) blocks: Vec<BlockId>,
+    pub(super) blocks: Tables,
     /// Tokens whose KV is there or ordered.
     pub(super) scheduled: u32,
     /// Tokens whose KV is there for certain.
@@ -123,7 +125,7 @@ impl Request {
             role,
             stage: Stage::Waiting,
             output: Vec::new(),
-            blocks: Vec::new(),
+            blocks: Tables::default(),
             scheduled: 0,
             computed: 0,
             pending: 0,

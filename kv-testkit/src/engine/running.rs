@@ -261,6 +261,7 @@ mod tests {
             policy: Policy::Recompute,
             vocab_size: 10,
             max_positions: 20,
+            groups: vec![kv_proto::GroupKind::Full],
         };
         Running::new(Core::new(settings, None), Vec::new(), tempfile::tempdir().unwrap())
     }

@@ -3,9 +3,13 @@
 use std::io::{self, Read, Write};
 
 use kv_connector::{Config, EngineIdentity};
+use kv_proto::GroupKind;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
+
+use super::cache_layout::CacheLayout;
+use super::model::ModelKind;
 
 /// Longest frame; a step of this engine stays far below.
 const FRAME_MAX_BYTES: usize = 256 << 20;
@@ -13,8 +17,15 @@ const FRAME_MAX_BYTES: usize = 256 << 20;
 /// Which weights an engine runs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ModelSource {
-    /// The tiny model, its weights made from a seed.
-    Seed(u64),
+    /// A tiny model, its weights made from a seed.
+    Seed {
+        /// The seed.
+        seed: u64,
+        /// Its attention.
+        kind: ModelKind,
+        /// Its KV heads.
+        kv_heads: u32,
+    },
     /// A Llama-architecture folder with `config.json` and safetensors.
     Folder(String),
 }
@@ -28,6 +39,8 @@ pub struct WorkerStart {
     pub ranks: u32,
     /// The weights.
     pub model: ModelSource,
+    /// How the cache lies in memory.
+    pub layout: CacheLayout,
     /// Tokens in a block.
     pub block_tokens: u32,
     /// Blocks in the pool.
@@ -51,8 +64,8 @@ pub struct Work {
     pub tokens: Vec<u32>,
     /// Position of the first of them.
     pub start: u32,
-    /// The request's blocks.
-    pub blocks: Vec<u32>,
+    /// The request's blocks, by block group.
+    pub blocks: Vec<Vec<u32>>,
     /// Whether to sample the token that follows.
     pub wants_token: bool,
 }
@@ -119,6 +132,8 @@ pub enum FromWorker {
         vocab_size: u32,
         /// Positions that the model knows.
         max_positions: u32,
+        /// What the block groups of the cache are.
+        groups: Vec<GroupKind>,
     },
     /// A step has ended.
     Done {

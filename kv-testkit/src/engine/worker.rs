@@ -16,15 +16,16 @@ use thiserror::Error;
 
 use super::gather::SocketReduce;
 use super::model::{Chunk, ModelConfig, ModelError, Shard, Weights};
-use super::store::MemoryStore;
+use super::store::{CacheSpec, MemoryStore, group_kinds};
 use super::wire::{FromWorker, ModelSource, StepOrder, ToWorker, WorkerCounters, WorkerStart, receive, send};
 use crate::faults::{FaultPlan, FaultyTransport, PlanError};
 use crate::unmoved::Unmoved;
 
-/// Seed and size of the model that is used when no folder is named.
 fn load_weights(source: &ModelSource) -> Result<Weights, ModelError> {
     match source {
-        ModelSource::Seed(seed) => Weights::seeded(&ModelConfig::tiny(), *seed),
+        ModelSource::Seed { seed, kind, kv_heads } => {
+            Weights::seeded(&ModelConfig::tiny_of(*kind, *kv_heads as usize), *seed)
+        }
         ModelSource::Folder(folder) => Weights::from_folder(Path::new(folder)),
     }
 }
@@ -114,8 +115,14 @@ fn serve(
     let shard = Shard::new(&config, &weights, start.rank as usize, start.ranks as usize)?;
     // What can be mapped by a peer on this host costs nothing where no peer maps it.
     let shared = start.connector.as_ref().is_some_and(|(settings, _)| settings.transport != "tcp");
-    let make = if shared { MemoryStore::new_shared } else { MemoryStore::new };
-    let store = make(&config, shard.local_groups(), start.block_tokens, start.blocks)?;
+    let store = MemoryStore::build(CacheSpec {
+        model: &config,
+        heads: shard.cache_heads(),
+        layout: start.layout,
+        block_tokens: start.block_tokens,
+        blocks: start.blocks,
+        shared,
+    })?;
     let connector = match &start.connector {
         None => None,
         Some((settings, identity)) => {
@@ -148,6 +155,7 @@ fn serve(
         card,
         vocab_size: config.vocab_size as u32,
         max_positions: config.max_position_embeddings as u32,
+        groups: group_kinds(&config),
     });
     let block_tokens = start.block_tokens as usize;
     let mut rig = Rig { shard, store, reduce, connector, block_tokens, sampled: BTreeMap::new() };
@@ -196,7 +204,8 @@ impl Rig {
             .map(|(work, last)| Chunk {
                 tokens: last.as_ref().map_or(work.tokens.as_slice(), std::slice::from_ref),
                 start: work.start as usize,
-                blocks: &work.blocks,
+                blocks: work.blocks.first().map_or(&[], Vec::as_slice),
+                window_blocks: work.blocks.get(1).map_or(&[], Vec::as_slice),
                 wants_token: work.wants_token,
             })
             .collect();

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use kv_connector::recovery::Policy;
 use kv_connector::{BlockId, RequestId, SchedulerConnector, WorkerConnector};
+use kv_proto::GroupKind;
 use kv_testkit::engine::core::{Core, CoreSettings};
 use kv_testkit::engine::model::{Chunk, ModelConfig, Shard, SoloReduce, Tokenizer, VecStore, Weights};
 use kv_testkit::engine::request::{Ask, Happening, Usage};
@@ -32,6 +33,7 @@ pub(crate) fn settings() -> CoreSettings {
         policy: Policy::Recompute,
         vocab_size: Tokenizer::VOCAB_SIZE as u32,
         max_positions: ModelConfig::tiny().max_position_embeddings as u32,
+        groups: vec![GroupKind::Full],
     }
 }
 
@@ -62,12 +64,18 @@ pub(crate) fn reference(weights: &Weights, prompt: &[u32], max_tokens: u32) -> V
     let config = weights.config();
     let mut shard = Shard::new(config, weights, 0, 1).unwrap();
     let blocks: Vec<u32> = (0..(prompt.len() as u32 + max_tokens).div_ceil(BLOCK)).collect();
-    let (layers, heads) = (config.num_hidden_layers, shard.local_groups());
-    let mut store = VecStore::new(layers, blocks.len(), BLOCK as usize, heads, config.head_size());
+    let (layers, heads) = (config.num_hidden_layers, shard.cache_heads());
+    let mut store = VecStore::with_sizes(layers, blocks.len(), BLOCK as usize, heads, config.cache_sizes());
     let mut all = prompt.to_vec();
     let mut start = 0;
     while all.len() < prompt.len() + max_tokens as usize {
-        let chunk = Chunk { tokens: &all[start..], start, blocks: &blocks, wants_token: true };
+        let chunk = Chunk {
+            tokens: &all[start..],
+            start,
+            blocks: &blocks,
+            window_blocks: &blocks,
+            wants_token: true,
+        };
         let next = shard.forward(&[chunk], BLOCK as usize, &mut store, &mut SoloReduce).unwrap();
         start = all.len();
         all.push(next[0].unwrap());
@@ -98,7 +106,7 @@ impl Rig {
     pub(crate) fn of(settings: CoreSettings, weights: &Weights) -> Self {
         let shard = Shard::new(weights.config(), weights, 0, 1).unwrap();
         let store =
-            MemoryStore::new(weights.config(), shard.local_groups(), settings.block_tokens, settings.blocks)
+            MemoryStore::new(weights.config(), shard.cache_heads(), settings.block_tokens, settings.blocks)
                 .unwrap();
         let (_, news) = channel();
         Self::assemble(Core::new(settings.clone(), None), settings, shard, store, None, news)
@@ -158,7 +166,7 @@ impl Rig {
             }
             for (other, written) in &in_flight {
                 if *other != work.request {
-                    let both = work.blocks.iter().find(|b| written.contains(b));
+                    let both = work.blocks.iter().flatten().find(|b| written.contains(b));
                     assert_eq!(both, None, "given to {}, still written for {other}", work.request);
                 }
             }
@@ -175,7 +183,8 @@ impl Rig {
     fn written(&self, work: &kv_testkit::engine::wire::Work) -> BTreeSet<u32> {
         let start = work.start as usize;
         let end = start + work.tokens.len().max(1);
-        (start..end).map(|position| work.blocks[position / self.block_tokens]).collect()
+        let tables = work.blocks.iter();
+        tables.flat_map(|table| (start..end).map(|position| table[position / self.block_tokens])).collect()
     }
 
     /// Runs the oldest step in flight; false if there is none.
@@ -196,7 +205,8 @@ impl Rig {
             .map(|(work, tokens)| Chunk {
                 tokens,
                 start: work.start as usize,
-                blocks: &work.blocks,
+                blocks: &work.blocks[0],
+                window_blocks: work.blocks.get(1).map_or(&[], Vec::as_slice),
                 wants_token: work.wants_token,
             })
             .collect();

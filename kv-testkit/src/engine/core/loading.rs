@@ -1,12 +1,12 @@
 //! Which producer a load is begun at, and what becomes of a request when its load has ended.
 
 use kv_connector::recovery::Policy;
-use kv_connector::{BlockList, LoadResult, RequestId};
+use kv_connector::{LoadResult, RequestId};
 use kv_proto::{LoadFailure, PeerLocator};
 
 use super::super::recovering::Next;
 use super::super::request::{Happening, Stage};
-use super::Core;
+use super::{Core, Tables};
 
 impl Core {
     /// Whether the load of a request that waits may begin, by the breaker of its producer. With policy `retry` it may
@@ -33,13 +33,10 @@ impl Core {
 
     /// Starts a request whose load is not begun, because loads from its producers fail: it is given back, and computed
     /// here.
-    pub(super) fn start_without(
-        &mut self,
-        number: u64,
-        id: &RequestId,
-        local: u32,
-        blocks: Vec<kv_proto::BlockId>,
-    ) {
+    pub(super) fn start_without(&mut self, number: u64, id: &RequestId, local: u32, mut blocks: Tables) {
+        // A window's were for the end of the prompt; it is computed from its start.
+        let lost = blocks.keep(&self.cut, usize::MAX);
+        self.release(lost);
         if let Some(connector) = &mut self.connector {
             connector.request_declined(id);
         }
@@ -77,10 +74,18 @@ impl Core {
                 self.run(number, tokens);
             }
             LoadResult::Failed { reason, detail, valid_tokens, hold, others, .. } => {
-                if let Some(hold) = hold {
-                    let kept = (valid_tokens / self.settings.block_tokens) as usize;
-                    let lost = request.blocks.split_off(kept.min(request.blocks.len()));
-                    self.hold(hold, lost);
+                let kept = (valid_tokens / self.settings.block_tokens) as usize;
+                match hold {
+                    Some(hold) => {
+                        let lost = request.blocks.keep(&self.cut, kept);
+                        self.hold(hold, lost);
+                    }
+                    // All of it may be written again, but a window's blocks are not those that are needed now.
+                    None if !self.cut.caches_prefixes() => {
+                        let lost = request.blocks.keep(&self.cut, usize::MAX);
+                        self.release(lost);
+                    }
+                    None => {}
                 }
                 self.load_failed(number, reason, &detail, valid_tokens, &others);
             }
@@ -161,15 +166,17 @@ impl Core {
         let block_tokens = self.settings.block_tokens;
         let local = valid_tokens / block_tokens * block_tokens;
         let remote = connector.remote_tokens(id, local);
-        let needed = (local + remote).div_ceil(block_tokens) as usize;
-        let missing = needed.saturating_sub(request.blocks.len());
+        let all = local + remote;
+        let missing = request.blocks.missing(&self.cut, all, all);
         if remote == 0 {
             return false;
         }
         let Some(new) = self.pool.allocate(missing) else { return false };
-        request.blocks.extend(new);
-        let list: BlockList = request.blocks.iter().copied().collect();
-        if connector.blocks_allocated(id, local, remote, &[list]).is_err() {
+        request.blocks.fill(&self.cut, all, all, new);
+        if connector.blocks_allocated(id, local, remote, &request.blocks.lists()).is_err() {
+            // They were a window's at the end of a load that does not come about.
+            let lost = request.blocks.keep(&self.cut, usize::MAX);
+            self.release(lost);
             return false;
         }
         request.producer = Some(peer.clone());

@@ -5,7 +5,7 @@
 //! own softmax up to date (its maximum so far, its sum so far, and its weighted values so far). A token thus
 //! goes through the same operations whether it comes alone or in a chunk.
 
-use super::ops::{LANES, Lanes, exp, fold_max, fold_sum, larger, sums};
+use super::ops::{LANES, Lanes, Packed, exp, fold_max, fold_sum, larger, sums};
 use super::store::KvStore;
 
 /// Positions that are worked on together.
@@ -13,7 +13,7 @@ const TILE: usize = 128;
 
 /// The sizes that attention works with.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Geometry {
+pub(super) struct Geometry<'a> {
     /// KV heads of this rank.
     pub(super) groups: usize,
     /// Query heads that read one KV head.
@@ -22,6 +22,28 @@ pub(super) struct Geometry {
     pub(super) head_dim: usize,
     /// Tokens in a KV block.
     pub(super) block_tokens: usize,
+    /// Positions that a token sees, its own included, if they are not all.
+    pub(super) window: Option<usize>,
+    /// How a latent becomes keys and values, if that is what the store holds.
+    pub(super) latent: Option<Latent<'a>>,
+}
+
+/// What a store of latents holds, and how heads' keys and values come of it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Latent<'a> {
+    /// For each head from the latent to the part of its keys that is not rotated, then to its values.
+    pub(super) up: &'a Packed,
+    /// Width of the latent.
+    pub(super) width: usize,
+    /// Width of the rotated part of the keys.
+    pub(super) rotated: usize,
+}
+
+impl Geometry<'_> {
+    /// The first position that the token at `position` sees.
+    fn first_seen(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
 }
 
 /// A chunk's place in its sequence.
@@ -38,8 +60,11 @@ pub(super) struct Span<'a> {
 /// Memory that is used again from call to call.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Attention {
-    /// One KV block as the store gives it.
+    /// One KV block as the store gives it, or, of latents, as they become heads' keys and values.
     block: Vec<f32>,
+    /// A block of latents as the store gives it, and what comes of each of them.
+    latents: Vec<f32>,
+    raised: Vec<f32>,
     /// Keys of a tile: per group and panel of [`LANES`] positions, `[head_dim][LANES]`.
     keys: Vec<f32>,
     /// Values of a tile: per group and panel of [`LANES`] dimensions, `[TILE][LANES]`.
@@ -55,14 +80,14 @@ impl Attention {
     /// result in the same shape.
     pub(super) fn run(
         &mut self,
-        geometry: Geometry,
+        geometry: Geometry<'_>,
         store: &dyn KvStore,
         layer: usize,
         span: Span<'_>,
         queries: &[f32],
         out: &mut [f32],
     ) {
-        let Geometry { groups, queries: per_group, head_dim, block_tokens } = geometry;
+        let Geometry { groups, queries: per_group, head_dim, block_tokens, .. } = geometry;
         let heads = groups * per_group;
         let width = heads * head_dim;
         let key_len = TILE * head_dim;
@@ -76,20 +101,27 @@ impl Attention {
 
         let end = span.start + span.len;
         let mut loaded = None;
-        for tile_start in (0..end).step_by(TILE) {
+        let first_seen = geometry.first_seen(span.start);
+        for tile_start in (first_seen / TILE * TILE..end).step_by(TILE) {
             let tile_end = end.min(tile_start + TILE);
-            self.load(geometry, store, layer, span.blocks, tile_start..tile_end, &mut loaded);
+            // What no token of the chunk sees is not read: its blocks may be somebody else's by now.
+            let unseen = first_seen.saturating_sub(tile_start);
+            self.load(geometry, store, layer, span.blocks, (tile_start, unseen, tile_end), &mut loaded);
             for group in 0..groups {
                 let keys = &self.keys[group * key_len..(group + 1) * key_len];
                 let values = &self.values[group * value_len..(group + 1) * value_len];
                 let tile = Tile { keys, values, head_dim };
                 for token in tile_start.saturating_sub(span.start)..span.len {
+                    let from = geometry.first_seen(span.start + token).saturating_sub(tile_start);
+                    if from >= TILE {
+                        continue;
+                    }
                     let count = (tile_end - tile_start).min(span.start + token + 1 - tile_start);
                     let row = token * width + group * per_group * head_dim;
                     let row = row..row + per_group * head_dim;
                     let first = token * heads + group * per_group;
                     let softmax = &mut self.softmax[first..first + per_group];
-                    tile.update(count, &queries[row.clone()], softmax, &mut out[row]);
+                    tile.update((from, count), &queries[row.clone()], softmax, &mut out[row]);
                 }
             }
         }
@@ -100,34 +132,38 @@ impl Attention {
         }
     }
 
-    /// Reads a tile's positions from the store. `loaded` is the index of the block that `self.block` holds: a
-    /// block that reaches into the next tile is not read again.
+    /// Reads a tile's positions from the store, those from `unseen` on; those before count for nothing. `loaded` is the
+    /// index of the block that `self.block` holds: a block that reaches into the next tile is not read again.
     fn load(
         &mut self,
-        geometry: Geometry,
+        geometry: Geometry<'_>,
         store: &dyn KvStore,
         layer: usize,
         blocks: &[u32],
-        positions: std::ops::Range<usize>,
+        (start, unseen, end): (usize, usize, usize),
         loaded: &mut Option<usize>,
     ) {
         let Geometry { groups, head_dim, block_tokens, .. } = geometry;
         let value_panels = head_dim.div_ceil(LANES);
         let half = groups * block_tokens * head_dim;
-        let mut position = positions.start;
-        while position < positions.end {
+        if unseen > 0 {
+            // Their weights are zero, and zero times what is no number is none.
+            self.values.fill(0.0);
+        }
+        let mut position = start + unseen;
+        while position < end {
             let index = position / block_tokens;
             if *loaded != Some(index) {
-                store.read_block(layer, blocks[index], &mut self.block);
+                self.read(geometry, store, layer, blocks[index]);
                 *loaded = Some(index);
             }
             let slot = position % block_tokens;
-            let count = (block_tokens - slot).min(positions.end - position);
+            let count = (block_tokens - slot).min(end - position);
             let (block_keys, block_values) = self.block.split_at(half);
             for group in 0..groups {
                 let rows = (group * block_tokens + slot) * head_dim;
                 let rows = rows..rows + count * head_dim;
-                let at = position - positions.start;
+                let at = position - start;
 
                 let tile = &mut self.keys[group * TILE * head_dim..][..TILE * head_dim];
                 for (place, row) in (at..).zip(block_keys[rows.clone()].chunks_exact(head_dim)) {
@@ -153,6 +189,31 @@ impl Attention {
             position += count;
         }
     }
+
+    /// Reads a block; latents become keys and values of every head.
+    fn read(&mut self, geometry: Geometry<'_>, store: &dyn KvStore, layer: usize, block: u32) {
+        let Geometry { groups, head_dim, block_tokens, .. } = geometry;
+        let Some(Latent { up, width, rotated }) = geometry.latent else {
+            return store.read_block(layer, block, &mut self.block);
+        };
+        let plain = head_dim - rotated;
+        let row = groups * (plain + head_dim);
+        self.latents.resize(block_tokens * (width + rotated), 0.0);
+        self.raised.resize(block_tokens * row, 0.0);
+        store.read_block(layer, block, &mut self.latents);
+        let (latents, shared) = self.latents.split_at(block_tokens * width);
+        up.multiply(latents, width, &mut self.raised);
+        let (keys, values) = self.block.split_at_mut(groups * block_tokens * head_dim);
+        let tokens = self.raised.chunks_exact(row).zip(shared.chunks_exact(rotated)).enumerate();
+        for (slot, (raised, shared)) in tokens {
+            for (head, raised) in raised.chunks_exact(plain + head_dim).enumerate() {
+                let at = (head * block_tokens + slot) * head_dim;
+                keys[at..at + plain].copy_from_slice(&raised[..plain]);
+                keys[at + plain..at + head_dim].copy_from_slice(shared);
+                values[at..at + head_dim].copy_from_slice(&raised[plain..]);
+            }
+        }
+    }
 }
 
 /// One group's keys and values of a tile.
@@ -163,8 +224,8 @@ struct Tile<'a> {
 }
 
 impl Tile<'_> {
-    /// Takes the tile's first `count` positions into account for one token's query heads of the group.
-    fn update(&self, count: usize, queries: &[f32], softmax: &mut [(f32, f32)], out: &mut [f32]) {
+    /// Takes the tile's positions from the one to before the other into account for one token's query heads of the group.
+    fn update(&self, seen: (usize, usize), queries: &[f32], softmax: &mut [(f32, f32)], out: &mut [f32]) {
         let head_dim = self.head_dim;
         // Two heads at a time share what is loaded of keys and values.
         let mut out = out.chunks_exact_mut(2 * head_dim);
@@ -172,23 +233,23 @@ impl Tile<'_> {
         let mut softmax = softmax.chunks_exact_mut(2);
         for ((out, queries), softmax) in (&mut out).zip(&mut queries).zip(&mut softmax) {
             let (upper, lower) = queries.split_at(head_dim);
-            let scores = self.weigh([upper, lower], count, softmax);
-            self.add(scores, count, out);
+            let scores = self.weigh([upper, lower], seen, softmax);
+            self.add(scores, seen.1, out);
         }
         let (queries, softmax, out) = (queries.remainder(), softmax.into_remainder(), out.into_remainder());
         if !queries.is_empty() {
-            let scores = self.weigh([queries], count, softmax);
-            self.add(scores, count, out);
+            let scores = self.weigh([queries], seen, softmax);
+            self.add(scores, seen.1, out);
         }
     }
 
-    /// Computes the weights of `count` positions and brings maximum and sum up to date. With the weights
+    /// Computes the weights of the positions that are seen and brings maximum and sum up to date. With the weights
     /// comes the factor by which what was added up under the old maximum must shrink.
     #[inline(always)]
     fn weigh<const HEADS: usize>(
         &self,
         queries: [&[f32]; HEADS],
-        count: usize,
+        (from, count): (usize, usize),
         softmax: &mut [(f32, f32)],
     ) -> [(f32, [f32; TILE]); HEADS] {
         let mut result = [(1.0, [0.0; TILE]); HEADS];
@@ -199,7 +260,8 @@ impl Tile<'_> {
             }
         }
         for ((factor, scores), (maximum, sum)) in result.iter_mut().zip(softmax) {
-            // What lies behind the token, or was never written, must count for nothing.
+            // What the window has left, what lies behind the token, or was never written, must count for nothing.
+            scores[..from].fill(f32::NEG_INFINITY);
             scores[count..panels * LANES].fill(f32::NEG_INFINITY);
             let (scores, _) = scores[..panels * LANES].as_chunks_mut::<LANES>();
             let mut largest = [*maximum; LANES];

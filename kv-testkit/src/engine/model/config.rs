@@ -41,6 +41,46 @@ pub struct ModelConfig {
     pub bos_token_id: Option<u32>,
     /// The token that ends a text, if there is one.
     pub eos_token_id: Option<u32>,
+    /// Width of the latent from which every head's keys and values are computed (multi-head latent attention); it
+    /// is what the cache holds, the same for all heads. Absent: each KV head has keys and values of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_lora_rank: Option<usize>,
+    /// Width of the part of a key that is rotated, where there is a latent: one for all heads, kept beside it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub qk_rope_head_dim: Option<usize>,
+    /// Positions that a layer with sliding-window attention sees, the token's own included.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sliding_window: Option<usize>,
+    /// What each layer sees; absent: all of them see everything.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layer_types: Option<Vec<LayerType>>,
+    /// Groups into which the query heads of one KV head are cut: as many ranks can hold that head alike. Not a
+    /// field of other programs, where the number of ranks decides it; here it must not, since sums are taken group
+    /// by group.
+    pub groups_per_kv_head: usize,
+}
+
+/// What a layer's attention sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LayerType {
+    /// All positions before the token's own, and that one.
+    FullAttention,
+    /// The last [`ModelConfig::sliding_window`] of them.
+    SlidingAttention,
+}
+
+/// What kind of attention a made-up model has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ModelKind {
+    /// Grouped-query attention.
+    #[default]
+    Gqa,
+    /// Multi-head latent attention: one latent for all heads, which every rank holds.
+    Mla,
+    /// Grouped-query attention that in every other layer sees a sliding window only.
+    Hybrid,
 }
 
 /// A `config.json` as it stands in the file, with the fields that are only read to be rejected.
@@ -65,6 +105,11 @@ struct RawConfig {
     rope_parameters: Option<RopeParameters>,
     attention_bias: Option<Value>,
     mlp_bias: Option<Value>,
+    kv_lora_rank: Option<usize>,
+    qk_rope_head_dim: Option<usize>,
+    sliding_window: Option<usize>,
+    layer_types: Option<Vec<LayerType>>,
+    groups_per_kv_head: Option<usize>,
 }
 
 /// Newer files keep all that concerns the rotary embedding in one object.
@@ -100,6 +145,11 @@ impl TryFrom<RawConfig> for ModelConfig {
             max_position_embeddings: raw.max_position_embeddings.unwrap_or(2048),
             bos_token_id: token_id("bos_token_id", raw.bos_token_id)?,
             eos_token_id: token_id("eos_token_id", raw.eos_token_id)?,
+            kv_lora_rank: raw.kv_lora_rank,
+            qk_rope_head_dim: raw.qk_rope_head_dim,
+            sliding_window: raw.sliding_window,
+            layer_types: raw.layer_types,
+            groups_per_kv_head: raw.groups_per_kv_head.unwrap_or(1),
         };
         config.validate()?;
         Ok(config)
@@ -144,6 +194,45 @@ impl ModelConfig {
             max_position_embeddings: 8192,
             bos_token_id: None,
             eos_token_id: Some(256),
+            kv_lora_rank: None,
+            qk_rope_head_dim: None,
+            sliding_window: None,
+            layer_types: None,
+            groups_per_kv_head: 1,
+        }
+    }
+
+    /// [`ModelConfig::tiny`] with so many KV heads and another kind of attention. Its query heads are two for each KV
+    /// head, and never fewer than 8, so that with 1 or 2 KV heads several ranks hold one of them. A latent model has as
+    /// many heads as that, and one latent of 24 numbers for all of them. A window is 40 positions.
+    pub fn tiny_of(kind: ModelKind, kv_heads: usize) -> Self {
+        let queries = 8.max(2 * kv_heads);
+        let per_head = queries.checked_div(kv_heads).unwrap_or(1);
+        let config = Self {
+            num_attention_heads: queries,
+            num_key_value_heads: kv_heads,
+            intermediate_size: 128.max(32 * kv_heads),
+            groups_per_kv_head: if per_head > 2 { per_head } else { 1 },
+            ..Self::tiny()
+        };
+        match kind {
+            ModelKind::Gqa => config,
+            ModelKind::Mla => Self {
+                num_key_value_heads: queries,
+                groups_per_kv_head: 1,
+                kv_lora_rank: Some(24),
+                qk_rope_head_dim: Some(4),
+                ..config
+            },
+            ModelKind::Hybrid => {
+                let types = [LayerType::FullAttention, LayerType::SlidingAttention];
+                let layers = config.num_hidden_layers;
+                Self {
+                    sliding_window: Some(40),
+                    layer_types: Some(types.into_iter().cycle().take(layers).collect()),
+                    ..config
+                }
+            }
         }
     }
 
@@ -169,12 +258,19 @@ impl ModelConfig {
         self.head_dim.unwrap_or_else(|| self.hidden_size.checked_div(self.num_attention_heads).unwrap_or(0))
     }
 
-    /// Number of query heads that read one KV head.
-    pub fn queries_per_group(&self) -> usize {
-        self.num_attention_heads.checked_div(self.num_key_value_heads).unwrap_or(0)
+    /// Number of groups: query heads that read one KV head, all of them or an equal part, with an equal slice of the
+    /// feed-forward layer.
+    pub fn groups(&self) -> usize {
+        self.num_key_value_heads * self.groups_per_kv_head
     }
 
-    /// Number of groups (KV heads) each of `ranks` ranks holds.
+    /// Number of query heads in a group.
+    pub fn queries_per_group(&self) -> usize {
+        self.num_attention_heads.checked_div(self.groups()).unwrap_or(0)
+    }
+
+    /// Number of groups each of `ranks` ranks holds: those of an equal share of the KV heads, or, where there are
+    /// more ranks than KV heads, an equal share of the groups of one.
     ///
     /// # Errors
     ///
@@ -182,8 +278,54 @@ impl ModelConfig {
     /// out evenly.
     pub fn groups_per_rank(&self, ranks: usize) -> Result<usize, ModelError> {
         at_least_one("ranks", ranks)?;
-        divisible("num_key_value_heads", self.num_key_value_heads, "ranks", ranks)?;
-        Ok(self.num_key_value_heads / ranks)
+        let (heads, per_head) = (self.num_key_value_heads, self.groups_per_kv_head);
+        if ranks > heads && per_head > 1 && ranks.is_multiple_of(heads) {
+            divisible("groups_per_kv_head", per_head, "ranks of a KV head", ranks / heads)?;
+        } else {
+            divisible("num_key_value_heads", heads, "ranks", ranks)?;
+        }
+        Ok(self.groups() / ranks)
+    }
+
+    /// KV heads of the cache of the whole model; a latent counts as one, of which every rank holds the whole.
+    pub fn cache_heads(&self) -> usize {
+        if self.kv_lora_rank.is_some() { 1 } else { self.num_key_value_heads }
+    }
+
+    /// Numbers that the cache holds for each of its heads of a token, as keys and as values: as many as a head is wide,
+    /// or those of the latent and of the rotated part of the keys.
+    pub fn cache_sizes(&self) -> (usize, usize) {
+        match self.kv_lora_rank {
+            Some(latent) => (latent, self.rotated()),
+            None => (self.head_size(), self.head_size()),
+        }
+    }
+
+    /// Dimensions of a head that are rotated: all, or with a latent the last ones.
+    pub fn rotated(&self) -> usize {
+        if self.kv_lora_rank.is_some() { self.qk_rope_head_dim.unwrap_or(0) } else { self.head_size() }
+    }
+
+    /// The positions that a layer sees, if they are not all.
+    pub fn window_of(&self, layer: usize) -> Option<usize> {
+        let kind = self.layer_types.as_ref().and_then(|types| types.get(layer));
+        if kind == Some(&LayerType::SlidingAttention) { self.sliding_window } else { None }
+    }
+
+    /// The block groups of the cache by what their layers see: those that see everything, then those with a window.
+    /// There are one or two.
+    pub fn block_groups(&self) -> Vec<Option<usize>> {
+        let windows: Vec<Option<usize>> = (0..self.num_hidden_layers).map(|l| self.window_of(l)).collect();
+        let mut groups = vec![None];
+        groups.extend(self.sliding_window.map(Some));
+        groups.retain(|group| windows.contains(group));
+        groups
+    }
+
+    /// A layer's block group.
+    pub fn block_group_of(&self, layer: usize) -> usize {
+        let window = self.window_of(layer);
+        self.block_groups().iter().position(|group| *group == window).unwrap_or(0)
     }
 
     /// Checks that the sizes fit together.
@@ -205,9 +347,13 @@ impl ModelConfig {
             divisible("hidden_size", self.hidden_size, "num_attention_heads", heads)?;
         }
         at_least_one("head_dim", self.head_size())?;
-        divisible("head_dim", self.head_size(), "the halves of a rotation", 2)?;
-        divisible("num_attention_heads", self.num_attention_heads, "num_key_value_heads", groups)?;
-        divisible("intermediate_size", self.intermediate_size, "num_key_value_heads", groups)?;
+        at_least_one("groups_per_kv_head", self.groups_per_kv_head)?;
+        let heads = product("num_key_value_heads", groups, "groups_per_kv_head", self.groups_per_kv_head)?;
+        let field =
+            if heads == groups { "num_key_value_heads" } else { "num_key_value_heads * groups_per_kv_head" };
+        divisible("num_attention_heads", self.num_attention_heads, field, heads)?;
+        divisible("intermediate_size", self.intermediate_size, field, heads)?;
+        self.validate_attention()?;
         positive("rms_norm_eps", self.rms_norm_eps)?;
         positive("rope_theta", self.rope_theta)?;
         let width = product("num_attention_heads", self.num_attention_heads, "head_dim", self.head_size())?;
@@ -223,6 +369,43 @@ impl ModelConfig {
             }
         }
         Ok(())
+    }
+
+    /// What latents and windows need beyond what every model needs.
+    fn validate_attention(&self) -> Result<(), ModelError> {
+        let unsupported = |field, value: String| Err(ModelError::Unsupported { field, value });
+        let (layers, head_dim) = (self.num_hidden_layers, self.head_size());
+        if let Some(latent) = self.kv_lora_rank {
+            at_least_one("kv_lora_rank", latent)?;
+            at_least_one("qk_rope_head_dim", self.rotated())?;
+            divisible("qk_rope_head_dim", self.rotated(), "the halves of a rotation", 2)?;
+            if self.rotated() >= head_dim {
+                return unsupported(
+                    "qk_rope_head_dim",
+                    format!("{}, of a head of {head_dim}", self.rotated()),
+                );
+            }
+            if self.groups_per_kv_head > 1 {
+                return unsupported(
+                    "groups_per_kv_head",
+                    format!("{} with a latent", self.groups_per_kv_head),
+                );
+            }
+        } else {
+            divisible("head_dim", head_dim, "the halves of a rotation", 2)?;
+        }
+        let types = self.layer_types.as_deref().unwrap_or_default();
+        if !types.is_empty() && types.len() != layers {
+            return unsupported("layer_types", format!("{} of them for {layers} layers", types.len()));
+        }
+        match (self.sliding_window, types.contains(&LayerType::SlidingAttention)) {
+            (None, false) => Ok(()),
+            (None, true) => at_least_one("sliding_window", 0),
+            (Some(window), true) => at_least_one("sliding_window", window),
+            (Some(window), false) => {
+                unsupported("sliding_window", format!("{window} without a layer that slides"))
+            }
+        }
     }
 }
 

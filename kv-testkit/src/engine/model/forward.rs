@@ -1,10 +1,10 @@
 //! Running tokens through a shard.
 
-use super::attention::{Attention, Geometry, Span};
+use super::attention::{Attention, Geometry, Latent, Span};
 use super::error::ModelError;
 use super::ops::{argmax, gate_with_silu, rms_norm, rotate};
 use super::reduce::GroupReduce;
-use super::shard::{Layer, Shard};
+use super::shard::{Cached, Layer, Shard};
 use super::store::KvStore;
 
 /// Some consecutive positions of one sequence: a piece of a prompt, or the one token of a decode step.
@@ -14,10 +14,20 @@ pub struct Chunk<'a> {
     pub tokens: &'a [u32],
     /// Position of the first token. Keys and values of all positions before it are in the store.
     pub start: usize,
-    /// The sequence's blocks in the order of its positions, at least up to the chunk's last position.
+    /// The sequence's blocks of the first block group in the order of its positions, at least up to the chunk's last
+    /// position. Blocks of positions that a window has left are not looked at.
     pub blocks: &'a [u32],
+    /// Those of the second block group, if the model has one ([`ModelConfig::block_groups`](super::ModelConfig)).
+    pub window_blocks: &'a [u32],
     /// Whether the token that follows the chunk is asked for.
     pub wants_token: bool,
+}
+
+impl Chunk<'_> {
+    /// The blocks of a block group.
+    const fn table(&self, group: usize) -> &[u32] {
+        if group == 0 { self.blocks } else { self.window_blocks }
+    }
 }
 
 /// Memory that is used again from call to call.
@@ -31,15 +41,17 @@ pub(super) struct Scratch {
     /// `[tokens][query heads * head_dim]`, and the outcome of attention in the same shape.
     queries: Vec<f32>,
     mixed: Vec<f32>,
-    /// `[tokens][KV heads * head_dim]`.
+    /// `[tokens][KV heads * head_dim]`, or the latent and the rotated part of the keys.
     keys: Vec<f32>,
     values: Vec<f32>,
+    /// Both of these as they come out of one product.
+    latents: Vec<f32>,
     /// `[tokens][ffn columns]`.
     gate: Vec<f32>,
     up: Vec<f32>,
     /// `[groups][tokens][hidden]`.
     partials: Vec<f32>,
-    /// Cosines and sines of the tokens' positions, `[tokens][head_dim / 2]`.
+    /// Cosines and sines of the tokens' positions, `[tokens][rotated dimensions / 2]`.
     cos: Vec<f32>,
     sin: Vec<f32>,
     logits: Vec<f32>,
@@ -93,9 +105,11 @@ impl Shard {
             if end > max {
                 return Err(ModelError::TooLong { position: end - 1, max });
             }
-            let (needed, given) = (end.div_ceil(block_tokens), chunk.blocks.len());
-            if given < needed {
-                return Err(ModelError::TooFewBlocks { needed, given, block_tokens });
+            for group in 0..self.config.block_groups().len() {
+                let (needed, given) = (end.div_ceil(block_tokens), chunk.table(group).len());
+                if given < needed {
+                    return Err(ModelError::TooFewBlocks { needed, given, block_tokens });
+                }
             }
             for (position, &token) in (chunk.start..).zip(chunk.tokens) {
                 if token as usize >= vocab_size {
@@ -132,7 +146,7 @@ impl Shard {
             layer.gate.multiply(&scratch.normed, hidden, &mut scratch.gate);
             layer.up.multiply(&scratch.normed, hidden, &mut scratch.up);
             gate_with_silu(&mut scratch.gate, &scratch.up);
-            let columns = self.config.intermediate_size / self.config.num_key_value_heads;
+            let columns = self.config.intermediate_size / self.config.groups();
             let width = self.groups * columns;
             for (group, down) in layer.down.iter().enumerate() {
                 let partial = &mut scratch.partials[group * tokens * hidden..][..tokens * hidden];
@@ -146,14 +160,14 @@ impl Shard {
     /// Sizes the buffers, looks up the embeddings and computes the rotations.
     fn prepare(&self, chunks: &[Chunk<'_>], tokens: usize, scratch: &mut Scratch) {
         let hidden = self.config.hidden_size;
-        let keys = self.groups * self.config.head_size();
-        let queries = keys * self.config.queries_per_group();
-        let ffn = self.config.intermediate_size / self.config.num_key_value_heads * self.groups;
+        let queries = self.groups * self.config.queries_per_group() * self.config.head_size();
+        let ffn = self.config.intermediate_size / self.config.groups() * self.groups;
+        let (key, value) = self.config.cache_sizes();
         scratch.normed.resize(tokens * hidden, 0.0);
         scratch.queries.resize(tokens * queries, 0.0);
         scratch.mixed.resize(tokens * queries, 0.0);
-        scratch.keys.resize(tokens * keys, 0.0);
-        scratch.values.resize(tokens * keys, 0.0);
+        scratch.keys.resize(tokens * self.cache_heads() * key, 0.0);
+        scratch.values.resize(tokens * self.cache_heads() * value, 0.0);
         scratch.gate.resize(tokens * ffn, 0.0);
         scratch.up.resize(tokens * ffn, 0.0);
         scratch.partials.resize(self.groups * tokens * hidden, 0.0);
@@ -190,33 +204,44 @@ impl Shard {
         scratch: &mut Scratch,
     ) {
         let (hidden, head_dim) = (self.config.hidden_size, self.config.head_size());
-        let queries_per_group = self.config.queries_per_group();
-        let keys_width = self.groups * head_dim;
-        let queries_width = keys_width * queries_per_group;
+        let queries_width = self.groups * self.config.queries_per_group() * head_dim;
+        let (key, value) = self.config.cache_sizes();
+        let (keys_width, values_width) = (self.cache_heads() * key, self.cache_heads() * value);
         layer.query.multiply(&scratch.normed, hidden, &mut scratch.queries);
-        layer.key.multiply(&scratch.normed, hidden, &mut scratch.keys);
-        layer.value.multiply(&scratch.normed, hidden, &mut scratch.values);
+        self.make_entries(layer, scratch);
         let scale = 1.0 / (head_dim as f32).sqrt();
-        let angles = scratch.cos.chunks_exact(head_dim / 2).zip(scratch.sin.chunks_exact(head_dim / 2));
+        let (rotated, pairs) = (self.config.rotated(), self.frequencies.len());
+        let angles = scratch.cos.chunks_exact(pairs).zip(scratch.sin.chunks_exact(pairs));
         let queries = scratch.queries.chunks_exact_mut(queries_width);
-        let keys = scratch.keys.chunks_exact_mut(keys_width);
-        for (((cos, sin), queries), keys) in angles.zip(queries).zip(keys) {
+        // With a latent, what is rotated of the keys stands where values stand otherwise.
+        let latent = matches!(layer.cached, Cached::Latent { .. });
+        let (turned, width) =
+            if latent { (&mut scratch.values, values_width) } else { (&mut scratch.keys, keys_width) };
+        for (((cos, sin), queries), keys) in angles.zip(queries).zip(turned.chunks_exact_mut(width)) {
             for head in queries.chunks_exact_mut(head_dim) {
-                rotate(head, cos, sin);
+                rotate(&mut head[head_dim - rotated..], cos, sin);
                 // Scaling the queries once is cheaper than scaling every score.
                 head.iter_mut().for_each(|value| *value *= scale);
             }
-            for head in keys.chunks_exact_mut(head_dim) {
+            for head in keys.chunks_exact_mut(rotated) {
                 rotate(head, cos, sin);
             }
         }
 
-        let geometry = Geometry { groups: self.groups, queries: queries_per_group, head_dim, block_tokens };
+        let queries = self.groups * self.config.queries_per_group() / self.heads;
+        let window = self.config.window_of(index);
+        let latent = match &layer.cached {
+            Cached::Latent { up, .. } => Some(Latent { up, width: key, rotated }),
+            Cached::Heads { .. } => None,
+        };
+        let geometry = Geometry { groups: self.heads, queries, head_dim, block_tokens, window, latent };
+        let group = self.config.block_group_of(index);
         // All chunks are written before any is read: two chunks of a batch may belong to one sequence.
-        let rows = scratch.keys.chunks_exact(keys_width).zip(scratch.values.chunks_exact(keys_width));
+        let rows = scratch.keys.chunks_exact(keys_width).zip(scratch.values.chunks_exact(values_width));
         let places = chunks.iter().flat_map(|chunk| {
+            let table = chunk.table(group);
             (chunk.start..chunk.start + chunk.tokens.len())
-                .map(|position| (chunk.blocks[position / block_tokens], position % block_tokens))
+                .map(move |position| (table[position / block_tokens], position % block_tokens))
         });
         for ((block, slot), (keys, values)) in places.zip(rows) {
             store.write_token(index, block, slot, keys, values);
@@ -224,11 +249,34 @@ impl Shard {
         let mut at = 0;
         for chunk in chunks {
             let len = chunk.tokens.len();
-            let span = Span { start: chunk.start, len, blocks: chunk.blocks };
+            let span = Span { start: chunk.start, len, blocks: chunk.table(group) };
             let rows = at * queries_width..(at + len) * queries_width;
             let queries = &scratch.queries[rows.clone()];
             scratch.attention.run(geometry, &*store, index, span, queries, &mut scratch.mixed[rows]);
             at += len;
+        }
+    }
+
+    /// From `normed` to `keys` and `values`, not yet rotated.
+    fn make_entries(&self, layer: &Layer, scratch: &mut Scratch) {
+        let hidden = self.config.hidden_size;
+        match &layer.cached {
+            Cached::Heads { key, value } => {
+                key.multiply(&scratch.normed, hidden, &mut scratch.keys);
+                value.multiply(&scratch.normed, hidden, &mut scratch.values);
+            }
+            Cached::Latent { down, norm, .. } => {
+                let (latent, shared) = self.config.cache_sizes();
+                let tokens = scratch.keys.len() / latent;
+                scratch.latents.resize(tokens * (latent + shared), 0.0);
+                down.multiply(&scratch.normed, hidden, &mut scratch.latents);
+                let rows = scratch.latents.chunks_exact(latent + shared);
+                let into = scratch.keys.chunks_exact_mut(latent).zip(scratch.values.chunks_exact_mut(shared));
+                for (row, (key, value)) in rows.zip(into) {
+                    rms_norm(&row[..latent], norm, self.config.rms_norm_eps as f32, key);
+                    value.copy_from_slice(&row[latent..]);
+                }
+            }
         }
     }
 

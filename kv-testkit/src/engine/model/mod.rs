@@ -10,7 +10,10 @@
 //! - [`Weights`] are its tensors: [seeded](Weights::seeded), or [read from a folder](Weights::from_folder) of
 //!   safetensors files.
 //! - [`Shard`] is what one rank computes with: a contiguous range of the *groups* of the model. A group is a
-//!   KV head with the query heads that read it, and an equal slice of the feed-forward layer.
+//!   KV head with the query heads that read it (or an equal part of these), and an equal slice of the feed-forward
+//!   layer.
+//! - Attention is over heads' own keys and values, over a latent that all heads share
+//!   ([`ModelConfig::kv_lora_rank`]), or over the last positions only ([`ModelConfig::sliding_window`]).
 //! - [`GroupReduce`] adds up the groups' partial results, always in the groups' order.
 //! - [`KvStore`] is the paged KV cache; [`VecStore`] is a plain one in memory.
 //! - [`Tokenizer`] maps bytes to tokens and back.
@@ -43,7 +46,7 @@ mod support;
 #[cfg(test)]
 mod tests;
 
-pub use config::ModelConfig;
+pub use config::{LayerType, ModelConfig, ModelKind};
 pub use error::ModelError;
 pub use forward::Chunk;
 pub use reduce::{GroupReduce, ReduceError, SoloReduce, sum_in_order};

@@ -2,14 +2,16 @@
 
 /// Where a model keeps keys and values: blocks of a fixed number of token slots, for each layer.
 ///
-/// Sizes are those the store was made with. "Local heads" are the KV heads of the rank.
+/// Sizes are those the store was made with. "Local heads" are the KV heads of the rank. Keys and values of a head are
+/// as wide as [`ModelConfig::cache_sizes`](super::ModelConfig::cache_sizes) says; with a latent there is one head,
+/// the latent stands for its keys, and the rotated part of all keys for its values.
 pub trait KvStore {
-    /// Writes one token's keys and values of a layer into a block's slot. `keys` and `values` have the shape
-    /// `[local heads][head_dim]`.
+    /// Writes one token's keys and values of a layer into a block's slot. `keys` have the shape
+    /// `[local heads][key size]`, `values` likewise.
     fn write_token(&mut self, layer: usize, block: u32, slot: usize, keys: &[f32], values: &[f32]);
 
-    /// Copies a block of a layer into `out`: keys `[local heads][block_tokens][head_dim]`, then values in the
-    /// same shape. Slots that were never written may hold anything.
+    /// Copies a block of a layer into `out`: keys `[local heads][block_tokens][key size]`, then values
+    /// likewise. Slots that were never written may hold anything.
     fn read_block(&self, layer: usize, block: u32, out: &mut [f32]);
 }
 
@@ -19,7 +21,8 @@ pub struct VecStore {
     blocks: usize,
     heads: usize,
     block_tokens: usize,
-    head_dim: usize,
+    /// Width of a head's keys and of its values.
+    sizes: (usize, usize),
     data: Vec<f32>,
 }
 
@@ -27,13 +30,24 @@ impl VecStore {
     /// A store of zeros for `layers` layers of `blocks` blocks, each of `block_tokens` tokens with `heads`
     /// heads of `head_dim` numbers, once for keys and once for values.
     pub fn new(layers: usize, blocks: usize, block_tokens: usize, heads: usize, head_dim: usize) -> Self {
-        let data = vec![0.0; layers * blocks * 2 * heads * block_tokens * head_dim];
-        Self { blocks, heads, block_tokens, head_dim, data }
+        Self::with_sizes(layers, blocks, block_tokens, heads, (head_dim, head_dim))
+    }
+
+    /// The same for heads whose keys and values are of these widths.
+    pub fn with_sizes(
+        layers: usize,
+        blocks: usize,
+        block_tokens: usize,
+        heads: usize,
+        sizes: (usize, usize),
+    ) -> Self {
+        let data = vec![0.0; layers * blocks * heads * block_tokens * (sizes.0 + sizes.1)];
+        Self { blocks, heads, block_tokens, sizes, data }
     }
 
     /// Numbers in one block of one layer: keys and values of all its slots.
     pub fn block_len(&self) -> usize {
-        2 * self.heads * self.block_tokens * self.head_dim
+        self.heads * self.block_tokens * (self.sizes.0 + self.sizes.1)
     }
 
     /// One block of one layer, in the layout of [`KvStore::read_block`].
@@ -61,14 +75,14 @@ impl VecStore {
 
 impl KvStore for VecStore {
     fn write_token(&mut self, layer: usize, block: u32, slot: usize, keys: &[f32], values: &[f32]) {
-        let (heads, block_tokens, head_dim) = (self.heads, self.block_tokens, self.head_dim);
+        let (heads, block_tokens, sizes) = (self.heads, self.block_tokens, self.sizes);
         assert!(slot < block_tokens, "slot {slot} in a block of {block_tokens}");
         let whole = self.block_mut(layer, block);
-        let (all_keys, all_values) = whole.split_at_mut(heads * block_tokens * head_dim);
-        for (side, given) in [(all_keys, keys), (all_values, values)] {
-            for (head, row) in given.chunks_exact(head_dim).enumerate() {
-                let at = (head * block_tokens + slot) * head_dim;
-                side[at..at + head_dim].copy_from_slice(row);
+        let (all_keys, all_values) = whole.split_at_mut(heads * block_tokens * sizes.0);
+        for (side, given, size) in [(all_keys, keys, sizes.0), (all_values, values, sizes.1)] {
+            for (head, row) in given.chunks_exact(size).enumerate() {
+                let at = (head * block_tokens + slot) * size;
+                side[at..at + size].copy_from_slice(row);
             }
         }
     }

@@ -48,7 +48,8 @@ impl<'a> Sequence<'a> {
 
     /// Runs one chunk and gives its token.
     pub(super) fn step(&mut self, tokens: &[u32], start: usize) -> u32 {
-        let chunk = Chunk { tokens, start, blocks: &self.blocks, wants_token: true };
+        let chunk =
+            Chunk { tokens, start, blocks: &self.blocks, window_blocks: &self.blocks, wants_token: true };
         let out = self.shard.forward(&[chunk], BLOCK_TOKENS, &mut self.store, &mut SoloReduce).unwrap();
         out[0].unwrap()
     }
@@ -75,11 +76,12 @@ impl<'a> Sequence<'a> {
     /// Sets the keys and values of some positions to zero, in all layers.
     pub(super) fn zero(&mut self, positions: std::ops::Range<usize>) {
         let config = self.shard.config().clone();
-        let zeros = vec![0.0; self.shard.local_groups() * config.head_size()];
+        let (heads, (key, value)) = (self.shard.cache_heads(), config.cache_sizes());
+        let (keys, values) = (vec![0.0; heads * key], vec![0.0; heads * value]);
         for layer in 0..config.num_hidden_layers {
             for position in positions.clone() {
                 let (block, slot) = (self.blocks[position / BLOCK_TOKENS], position % BLOCK_TOKENS);
-                self.store.write_token(layer, block, slot, &zeros, &zeros);
+                self.store.write_token(layer, block, slot, &keys, &values);
             }
         }
     }
@@ -88,7 +90,8 @@ impl<'a> Sequence<'a> {
 /// An empty store that fits a shard.
 pub(super) fn store_for(shard: &Shard, blocks: usize, block_tokens: usize) -> VecStore {
     let config = shard.config();
-    VecStore::new(config.num_hidden_layers, blocks, block_tokens, shard.local_groups(), config.head_size())
+    let (heads, sizes) = (shard.cache_heads(), config.cache_sizes());
+    VecStore::with_sizes(config.num_hidden_layers, blocks, block_tokens, heads, sizes)
 }
 
 /// The greedy answer of `count` tokens to a prompt.
@@ -100,8 +103,12 @@ pub(super) fn answer(shard: &mut Shard, prompt: &[u32], count: usize) -> Vec<u32
 
 /// The tiny model on one rank.
 pub(super) fn tiny_shard(seed: u64) -> Shard {
-    let config = ModelConfig::tiny();
-    Shard::new(&config, &Weights::seeded(&config, seed).unwrap(), 0, 1).unwrap()
+    seeded_shard(&ModelConfig::tiny(), seed)
+}
+
+/// A made-up model on one rank.
+pub(super) fn seeded_shard(config: &ModelConfig, seed: u64) -> Shard {
+    Shard::new(config, &Weights::seeded(config, seed).unwrap(), 0, 1).unwrap()
 }
 
 /// A reduction that counts its calls, to show that the model calls it as often as documented.
@@ -132,7 +139,8 @@ recipe is said to be older than the bridge, which was built in 1764 and has been
 \nfn main() { let mut total = 0; for day in 1..=31 { total += day * day; } assert_eq!(total, 10416); }\n";
 
 /// The model once more in `f64`, written down as the formulas are, token by token and without a cache. Gives
-/// for each layer and position the keys of all heads and then the values, and the token that follows.
+/// for each layer and position what the cache should hold (the keys of all heads and then the values, or the latent
+/// and the rotated part of the keys), and the token that follows.
 pub(super) fn naive_kv(config: &ModelConfig, weights: &Weights, tokens: &[u32]) -> (Vec<Vec<Vec<f64>>>, u32) {
     let (hidden, head_dim) = (config.hidden_size, config.head_size());
     let tensor =
@@ -141,16 +149,18 @@ pub(super) fn naive_kv(config: &ModelConfig, weights: &Weights, tokens: &[u32]) 
         matrix.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(a, b)| a * b).sum()).collect()
     };
     let norm = |x: &[f64], gain: &[f64]| -> Vec<f64> {
-        let mean = x.iter().map(|x| x * x).sum::<f64>() / hidden as f64;
+        let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
         x.iter().zip(gain).map(|(x, g)| x / (mean + config.rms_norm_eps).sqrt() * g).collect()
     };
-    let turn = |x: &mut [f64], position: usize| {
-        for head in x.chunks_exact_mut(head_dim) {
-            for i in 0..head_dim / 2 {
-                let angle = position as f64 / config.rope_theta.powf(2.0 * i as f64 / head_dim as f64);
-                let (a, b) = (head[i], head[i + head_dim / 2]);
+    let rotated = config.rotated();
+    let turn = |x: &mut [f64], width: usize, position: usize| {
+        for head in x.chunks_exact_mut(width) {
+            let head = &mut head[width - rotated..];
+            for i in 0..rotated / 2 {
+                let angle = position as f64 / config.rope_theta.powf(2.0 * i as f64 / rotated as f64);
+                let (a, b) = (head[i], head[i + rotated / 2]);
                 head[i] = a * angle.cos() - b * angle.sin();
-                head[i + head_dim / 2] = b * angle.cos() + a * angle.sin();
+                head[i + rotated / 2] = b * angle.cos() + a * angle.sin();
             }
         }
     };
@@ -160,28 +170,49 @@ pub(super) fn naive_kv(config: &ModelConfig, weights: &Weights, tokens: &[u32]) 
     let mut kept = Vec::new();
     for layer in 0..config.num_hidden_layers {
         let part = |name: &str| tensor(&format!("model.layers.{layer}.{name}.weight"));
-        let (q, k, v) = (part("self_attn.q_proj"), part("self_attn.k_proj"), part("self_attn.v_proj"));
-        let (o, before, after) =
-            (part("self_attn.o_proj"), part("input_layernorm"), part("post_attention_layernorm"));
+        let (q, o) = (part("self_attn.q_proj"), part("self_attn.o_proj"));
+        let (before, after) = (part("input_layernorm"), part("post_attention_layernorm"));
         let (gate, up, down) = (part("mlp.gate_proj"), part("mlp.up_proj"), part("mlp.down_proj"));
-        let mut keys = Vec::new();
-        let mut values = Vec::new();
+        // What the cache holds of a token, and its keys and values for every KV head.
+        let entry = |normed: &[f64], position: usize| -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+            let Some(latent) = config.kv_lora_rank else {
+                let (mut keys, values) =
+                    (times(&part("self_attn.k_proj"), normed), times(&part("self_attn.v_proj"), normed));
+                turn(&mut keys, head_dim, position);
+                return ([keys.clone(), values.clone()].concat(), keys, values);
+            };
+            let low = times(&part("self_attn.kv_a_proj_with_mqa"), normed);
+            let (low, shared) = low.split_at(latent);
+            let (low, mut shared) = (norm(low, &part("self_attn.kv_a_layernorm")), shared.to_vec());
+            turn(&mut shared, rotated, position);
+            let (mut keys, mut values) = (Vec::new(), Vec::new());
+            for head in times(&part("self_attn.kv_b_proj"), &low).chunks_exact(2 * head_dim - rotated) {
+                let (key, value) = head.split_at(head_dim - rotated);
+                keys.extend([key, &shared].concat());
+                values.extend(value);
+            }
+            ([low, shared].concat(), keys, values)
+        };
+        let (mut rows, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
         for (position, x) in stream.iter_mut().enumerate() {
             let normed = norm(x, &before);
             let mut query = times(&q, &normed);
-            keys.push(times(&k, &normed));
-            values.push(times(&v, &normed));
-            turn(&mut query, position);
-            turn(&mut keys[position], position);
+            turn(&mut query, head_dim, position);
+            let (row, key, value) = entry(&normed, position);
+            rows.push(row);
+            keys.push(key);
+            values.push(value);
+            let seen = config.window_of(layer).map_or(0, |window| (position + 1).saturating_sub(window));
+            let per_head = config.num_attention_heads / config.num_key_value_heads;
             let mut mixed = Vec::new();
             for (head, query) in query.chunks_exact(head_dim).enumerate() {
-                let at = head / config.queries_per_group() * head_dim;
+                let at = head / per_head * head_dim;
                 let dot = |key: &Vec<f64>| key[at..].iter().zip(query).map(|(a, b)| a * b).sum::<f64>();
                 let scores: Vec<f64> =
-                    keys.iter().map(|key| (dot(key) / (head_dim as f64).sqrt()).exp()).collect();
+                    keys[seen..].iter().map(|key| (dot(key) / (head_dim as f64).sqrt()).exp()).collect();
                 let total: f64 = scores.iter().sum();
                 for i in at..at + head_dim {
-                    mixed.push(scores.iter().zip(&values).map(|(s, value)| s / total * value[i]).sum());
+                    mixed.push(scores.iter().zip(&values[seen..]).map(|(s, v)| s / total * v[i]).sum());
                 }
             }
             x.iter_mut().zip(times(&o, &mixed)).for_each(|(x, added)| *x += added);
@@ -193,10 +224,27 @@ pub(super) fn naive_kv(config: &ModelConfig, weights: &Weights, tokens: &[u32]) 
                 .collect();
             x.iter_mut().zip(times(&down, &gated)).for_each(|(x, added)| *x += added);
         }
-        kept.push(keys.into_iter().zip(values).map(|(key, value)| [key, value].concat()).collect());
+        kept.push(rows);
     }
     let head = if config.tie_word_embeddings { embedding } else { tensor("lm_head.weight") };
     let logits = times(&head, &norm(&stream[tokens.len() - 1], &tensor("model.norm.weight")));
     let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
     (kept, best as u32)
+}
+
+/// What a store holds of one token: the keys of all its heads and then the values.
+pub(super) fn entry(
+    store: &VecStore,
+    config: &ModelConfig,
+    layer: usize,
+    block: u32,
+    slot: usize,
+) -> Vec<f32> {
+    let (key, value) = config.cache_sizes();
+    let heads = config.cache_heads();
+    let (keys, values) = store.block(layer, block).split_at(heads * BLOCK_TOKENS * key);
+    let of = |side: &[f32], size: usize| -> Vec<f32> {
+        (0..heads).flat_map(|head| side[(head * BLOCK_TOKENS + slot) * size..][..size].to_vec()).collect()
+    };
+    [of(keys, key), of(values, value)].concat()
 }

