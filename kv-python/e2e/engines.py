@@ -126,7 +126,7 @@ class Engine:
         cmd += ["--enable-prefix-caching" if a.prefix_caching else "--no-enable-prefix-caching"]
         if self.kv:
             cmd += ["--kv-transfer-config", json.dumps(self.kv)]
-        cmd += a.engine_arg
+        cmd += a.engine_arg + {"P": a.p_arg, "D": a.d_arg}.get(self.name, [])
         env = dict(os.environ)
         env["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # else each start compiles vLLM and torch anew

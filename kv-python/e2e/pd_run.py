@@ -333,6 +333,8 @@ def main():
     g("--policy", default="fail", choices=["fail", "recompute"], help="kv_load_failure_policy")
     g("--env", action="append", default=[], metavar="K=V", help="environment of P and D (repeatable)")
     g("--engine-arg", action="append", default=[], help="one more argument for every engine (repeatable)")
+    g("--p-arg", action="append", default=[], help="one more argument for P alone (repeatable)")
+    g("--d-arg", action="append", default=[], help="one more argument for D alone (repeatable)")
     g("--prompts", type=int, default=24)
     g("--prompt-tokens", type=int, nargs=2, default=[40, 1500], metavar=("MIN", "MAX"))
     g("--max-tokens", type=int, default=24)

@@ -154,3 +154,36 @@ fn apply_heads_scattered(bencher: Bencher<'_, '_>, blocks: u32) {
 fn apply_another_order(bencher: Bencher<'_, '_>, blocks: u32) {
     Load::of(&Pair::of(1, 1, (HND, false), (BlockOrder::TokensHeads, false)), true, blocks).run(bencher);
 }
+
+/// What the ranges of a load move, in memory: as a transport does that copies straight out of a peer's mapped memory.
+/// Blocks of 16 KiB (4 heads of 16 tokens) of one layer's keys and values, of which a third of a pool is moved.
+fn copy(bencher: Bencher<'_, '_>, theirs: BlockOrder) {
+    const MOVED: u32 = 1365;
+    let pair = Pair::of(2, 2, (theirs, false), (HND, false));
+    let load = Load::of(&pair, true, MOVED);
+    let ranges = load.read().swap_remove(0).ranges;
+    let bytes: u64 = ranges.iter().map(|range| range.len).sum();
+    let size = 2 * BLOCKS as usize * (16 << 10);
+    let source = vec![7u8; size];
+    let mut destination = vec![1u8; size];
+    bencher.counter(divan::counter::BytesCount::new(bytes)).bench_local(|| {
+        for range in &ranges {
+            let (from, to, len) =
+                (range.remote_offset as usize, range.local_offset as usize, range.len as usize);
+            destination[to..to + len].copy_from_slice(black_box(&source[from..from + len]));
+        }
+        black_box(&mut destination);
+    });
+}
+
+/// Blocks as they are: what memcpy moves.
+#[divan::bench]
+fn copy_whole_blocks(bencher: Bencher<'_, '_>) {
+    copy(bencher, HND);
+}
+
+/// Each head of each token by itself, since the order differs.
+#[divan::bench]
+fn copy_in_another_order(bencher: Bencher<'_, '_>) {
+    copy(bencher, BlockOrder::TokensHeads);
+}

@@ -18,7 +18,7 @@
 //! *Read, then ask*: what was read counts only when the producer has confirmed, after the last byte, that the lease
 //! held all the while.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 
 use kv_proto::message::OfferName;
@@ -30,12 +30,13 @@ use kv_transport::RegionId;
 
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, DigestOf, Failure, PullId, SourceKey};
-use crate::machine::peers::{Change, End, Peers, Standing};
+use crate::machine::peers::{End, Peers, Standing};
 use crate::portions::Portions;
 use crate::shape::{Side, check_blocks};
 
 mod again;
 mod ask;
+mod changes;
 mod compare;
 mod parts;
 
@@ -473,67 +474,6 @@ impl Pulls {
         self.set(id, until);
         self.set(id, repeat_at);
         self.ask(id, out);
-    }
-
-    /// Takes what became of peers.
-    pub fn changed(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        local: &LocalMemory,
-        change: Change,
-        out: &mut Vec<Decision>,
-    ) {
-        match change {
-            Change::Planned(peer, count) => self.planned(now, config, local, &peer, count, out),
-            Change::Ready(key) => {
-                for id in self.of_source(&key) {
-                    match self.pulls.get(&id).map(|pull| &pull.state) {
-                        Some(State::Waiting { .. }) => {
-                            // Of an earlier try, whose connection took question or answer with it.
-                            self.ask_to_compare(id, 0..u32::MAX, out);
-                            self.begin(now, config, local, id, out);
-                        }
-                        Some(State::Comparing { .. }) => self.ask_to_compare(id, 0..u32::MAX, out),
-                        Some(State::Confirming { .. }) => self.ask(id, out),
-                        Some(State::Reading { .. }) | None => {}
-                    }
-                }
-            }
-            Change::Failed(key, failure) => {
-                for id in self.of_source(&key) {
-                    if self.is_waiting(id) {
-                        self.fail_or_wait(now, config, id, failure.clone(), out);
-                    }
-                }
-            }
-            Change::NotHeld(key, leases) => {
-                let leases: BTreeSet<OfferName> = leases.into_iter().collect();
-                for id in self.of_source(&key) {
-                    match self.pulls.get(&id) {
-                        // The lease is over because we ended it; the answer is on its way.
-                        Some(Pull { state: State::Confirming { .. }, .. }) => {}
-                        Some(Pull { name, .. }) if leases.contains(name) => {
-                            self.spoil(now, config, id, not_held(), out);
-                        }
-                        _ => {}
-                    }
-                }
-            }
-            Change::Checked(key, lease, attempt, blocks, held) => {
-                self.checked(now, config, &key, lease, attempt, (blocks, held), out);
-            }
-            Change::Compared(key, lease, attempt, answer) => {
-                self.compared(now, config, &key, lease, attempt, answer, out);
-            }
-            Change::Answered(key, lease, attempt, confirmed) => {
-                self.answered(now, config, &key, lease, attempt, confirmed, out);
-            }
-        }
-    }
-
-    fn of_source(&self, key: &SourceKey) -> Vec<PullId> {
-        self.pulls.iter().filter(|(_, pull)| pull.key == *key).map(|(id, _)| *id).collect()
     }
 
     /// The peers, for facts that concern connections alone.

@@ -5,7 +5,7 @@ use kv_transport::{ReadPart, ReadRange, RegionId, RegionKey};
 
 use super::chunks::{Chunk, Spot};
 use super::compile::{Grid, SourcePlan};
-use super::copies::{Copy, Pieces, Place};
+use super::copies::{Pieces, Place, RegionCopy};
 use super::error::BlocksError;
 
 /// What the transport calls both sides' memories, by their index.
@@ -76,7 +76,7 @@ struct Ranges {
 }
 
 impl Ranges {
-    fn copy(&mut self, copy: &Copy, chunks: &[Chunk]) {
+    fn copy(&mut self, copy: &RegionCopy, chunks: &[Chunk]) {
         let Some(first) = chunks.first() else { return };
         let mut tokens = first.tokens;
         let mut pieces = copy.pieces(tokens);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use kv_proto::handshake::check_heads;
 use kv_proto::{BlockLayout, GroupKind, Rank, RegionLayout, Topology};
 
-use super::copies::{Copy, Place};
+use super::copies::{Place, RegionCopy};
 use super::cover;
 use super::error::ShapeError;
 use super::pairs::{Index, Pair, has, pairs};
@@ -65,7 +65,7 @@ pub struct SourcePlan {
     /// The producer's rank.
     pub rank: Rank,
     /// What is copied for every token. In the order of their memories, then of our addresses.
-    pub copies: Vec<Copy>,
+    pub copies: Vec<RegionCopy>,
     pub(super) local: Grid,
     pub(super) remote: Grid,
     pub(super) kinds: Vec<GroupKind>,
@@ -129,12 +129,12 @@ pub fn compile(
     cover::check(local, (topology, rank), remote_topology, &sources)?;
     let kinds: Vec<GroupKind> = (0..local.group_count()).map(|group| local.group_kind(group)).collect();
     let alone = sources.len() == 1;
-    let plan = |(source, remote, mut copies): (Rank, &BlockLayout, Vec<Copy>)| {
+    let plan = |(source, remote, mut copies): (Rank, &BlockLayout, Vec<RegionCopy>)| {
         let ours = Grid::of(local, topology, rank);
         let theirs = Grid::of(remote, remote_topology, source);
         let whole = |grid: Grid| grid.context == 1 && grid.block_tokens == grid.kernel_tokens;
         let paired = ours.block_tokens == theirs.block_tokens && whole(ours) && whole(theirs);
-        copies.sort_by_key(|c: &Copy| (c.remote.memory, c.local.memory, c.local.at));
+        copies.sort_by_key(|c: &RegionCopy| (c.remote.memory, c.local.memory, c.local.at));
         let copies = if paired { join(copies, local, &kinds) } else { copies };
         let is_identical = alone && paired && is_identical(local, remote);
         let kinds = kinds.clone();
@@ -197,7 +197,7 @@ fn check_shared(
     Ok(())
 }
 
-type Source<'a> = (Rank, &'a BlockLayout, Vec<Copy>);
+type Source<'a> = (Rank, &'a BlockLayout, Vec<RegionCopy>);
 
 /// Finds for each head of a region of ours the rank that it is read from: the first one that holds it.
 fn copy_region(
@@ -228,7 +228,7 @@ fn copy_region(
         for (from, to) in &taken {
             for part in &parts {
                 let their_region = &remote.regions[part.remote_region];
-                copies.push(Copy {
+                copies.push(RegionCopy {
                     group: region.group,
                     local_region: index as u32,
                     remote_region: part.remote_region as u32,
@@ -291,14 +291,14 @@ fn without(a: (u32, u32), b: (u32, u32)) -> impl Iterator<Item = (u32, u32)> {
 }
 
 /// Joins copies whose whole blocks lie side by side on both sides.
-fn join(copies: Vec<Copy>, local: &BlockLayout, kinds: &[GroupKind]) -> Vec<Copy> {
-    let mut joined: Vec<Copy> = Vec::with_capacity(copies.len());
+fn join(copies: Vec<RegionCopy>, local: &BlockLayout, kinds: &[GroupKind]) -> Vec<RegionCopy> {
+    let mut joined: Vec<RegionCopy> = Vec::with_capacity(copies.len());
     for copy in copies {
         let kind = kinds.get(copy.group as usize).copied().unwrap_or_default();
         let tokens = if kind == GroupKind::State { 1 } else { local.block_tokens };
         let pieces = copy.pieces(tokens);
         let copy = if pieces.inner.count == 1 && pieces.outer.count == 1 {
-            Copy { row: pieces.len, is_whole: true, ..copy }
+            RegionCopy { row: pieces.len, is_whole: true, ..copy }
         } else {
             copy
         };
@@ -310,7 +310,7 @@ fn join(copies: Vec<Copy>, local: &BlockLayout, kinds: &[GroupKind]) -> Vec<Copy
     joined
 }
 
-fn touch(a: &Copy, b: &Copy) -> bool {
+fn touch(a: &RegionCopy, b: &RegionCopy) -> bool {
     let beside = |a: &Place, b: &Place| a.memory == b.memory && a.block == b.block && a.kernel == b.kernel;
     a.is_whole
         && b.is_whole
@@ -332,8 +332,8 @@ fn is_identical(local: &BlockLayout, remote: &BlockLayout) -> bool {
 }
 
 /// The regions by their layers, for the check of what is covered.
-pub(super) fn by_region(copies: &[Copy]) -> BTreeMap<u32, Vec<&Copy>> {
-    let mut by: BTreeMap<u32, Vec<&Copy>> = BTreeMap::new();
+pub(super) fn by_region(copies: &[RegionCopy]) -> BTreeMap<u32, Vec<&RegionCopy>> {
+    let mut by: BTreeMap<u32, Vec<&RegionCopy>> = BTreeMap::new();
     for copy in copies {
         by.entry(copy.local_region).or_default().push(copy);
     }

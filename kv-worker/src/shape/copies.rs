@@ -2,7 +2,7 @@
 
 use kv_proto::{BlockLayout, GroupKind, RegionLayout};
 
-/// Where one side of a [`Copy`] lies in its memory, and how far apart things are there. All in bytes.
+/// Where one side of a [`RegionCopy`] lies in its memory, and how far apart things are there. All in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Place {
     /// Index of the memory.
@@ -40,7 +40,7 @@ impl Place {
 
 /// Some elements of some heads of one layer: theirs go into ours, for every token that a load brings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Copy {
+pub struct RegionCopy {
     /// The block group.
     pub group: u32,
     /// Index of our region; of the first one, where neighbours were joined.
@@ -84,7 +84,7 @@ impl Steps {
     }
 }
 
-impl Copy {
+impl RegionCopy {
     /// The fewest pieces for `tokens` tokens of one kernel block on both sides.
     pub(super) const fn pieces(&self, tokens: u32) -> Pieces {
         let heads = Steps { count: self.heads as u64, local: self.local.head, remote: self.remote.head };

@@ -4,7 +4,7 @@ use kv_proto::topology::gcd;
 use kv_proto::{BlockLayout, Rank, RegionLayout, Topology};
 
 use super::compile::by_region;
-use super::copies::Copy;
+use super::copies::RegionCopy;
 use super::error::ShapeError;
 
 /// Checks the copies of one rank, from all its sources. A token's bytes in a region are its heads times the elements of
@@ -14,7 +14,7 @@ pub(super) fn check(
     local: &BlockLayout,
     (topology, rank): (Topology, Rank),
     remote_topology: Topology,
-    sources: &[(Rank, &BlockLayout, Vec<Copy>)],
+    sources: &[(Rank, &BlockLayout, Vec<RegionCopy>)],
 ) -> Result<(), ShapeError> {
     let shares = remote_topology.context.max(1);
     let common = gcd(shares, topology.context.max(1));
@@ -23,7 +23,7 @@ pub(super) fn check(
             continue;
         }
         let holds = |source: Rank| shares == 1 || remote_topology.context_rank(source) == share;
-        let copies: Vec<Copy> = sources
+        let copies: Vec<RegionCopy> = sources
             .iter()
             .filter(|(s, ..)| holds(*s))
             .flat_map(|(_, _, copies)| copies.iter().copied())
@@ -47,7 +47,11 @@ fn same_bytes(a: &RegionLayout, b: &RegionLayout) -> bool {
 }
 
 /// Rectangles in bytes: heads in steps of one head's bytes of one token.
-fn check_region(local: &BlockLayout, region: &RegionLayout, copies: &[&Copy]) -> Result<(), ShapeError> {
+fn check_region(
+    local: &BlockLayout,
+    region: &RegionLayout,
+    copies: &[&RegionCopy],
+) -> Result<(), ShapeError> {
     let row = u64::from(region.head_size) * region.dtype.bytes();
     let place = super::copies::Place::of(local, region, 0, 0);
     let token = row * u64::from(region.heads);

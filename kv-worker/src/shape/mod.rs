@@ -24,5 +24,5 @@ mod pairs;
 
 pub use apply::{Side, check_blocks};
 pub use compile::{Grid, RemoteRank, ShapePlan, SourcePlan, compile};
-pub use copies::{Copy, Place};
+pub use copies::{Place, RegionCopy};
 pub use error::{BlocksError, ShapeError};
