@@ -21,6 +21,11 @@ pub struct EngineIdentity {
 impl EngineIdentity {
     /// Draws a new life from the system's random source, and an id if the configuration names none.
     pub fn draw(config: &Config, ranks: u32) -> Result<Self, ConnectorError> {
+        Self::draw_cut(config, Topology::of(ranks))
+    }
+
+    /// As [`EngineIdentity::draw`], for an engine that is cut into pipeline stages, or deals tokens out over its ranks.
+    pub fn draw_cut(config: &Config, topology: Topology) -> Result<Self, ConnectorError> {
         let number = || getrandom::u64().map_err(|e| ConnectorError::Random { reason: e.to_string() });
         let engine = if config.engine_id.is_empty() {
             EngineId::new(format!("{:016x}{:016x}", number()?, number()?))
@@ -28,6 +33,6 @@ impl EngineIdentity {
             EngineId::new(config.engine_id.as_str())
         };
         let engine = engine.map_err(|e: IdError| ConnectorError::Config(e.into()))?;
-        Ok(Self { engine, incarnation: Incarnation::from_random(number()?), topology: Topology::of(ranks) })
+        Ok(Self { engine, incarnation: Incarnation::from_random(number()?), topology })
     }
 }

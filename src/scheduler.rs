@@ -67,7 +67,6 @@ impl SchedulerConnector {
         };
         card.check()?;
         let layout = card.workers[0].layout.clone();
-        // A stage need not have layers of every group.
         let groups = card.workers.iter().map(|worker| worker.layout.group_kinds().collect::<Vec<_>>());
         let groups = groups.max_by_key(Vec::len).unwrap_or_default();
         let listener = Listener::bind(

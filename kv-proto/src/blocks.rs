@@ -56,6 +56,14 @@ impl BlockList {
         self.len() <= BLOCKS_MAX && (self.is_empty() || self.highest().is_some_and(|BlockId(id)| id < pool))
     }
 
+    /// A block that is named more than once, if any is.
+    pub fn repeated(&self) -> Option<BlockId> {
+        let mut runs: Vec<(u32, u32)> = self.runs.iter().copied().filter(|(_, count)| *count > 0).collect();
+        runs.sort_unstable();
+        let touch = |pair: &&[(u32, u32)]| u64::from(pair[0].0) + u64::from(pair[0].1) > u64::from(pair[1].0);
+        runs.windows(2).find(touch).map(|pair| BlockId(pair[1].0))
+    }
+
     /// The blocks, one by one. Use only on a list that [`fits`](Self::fits).
     pub fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
         self.runs.iter().flat_map(|(first, count)| (0..*count).map(move |i| BlockId(first.saturating_add(i))))
@@ -91,6 +99,16 @@ mod tests {
         }
         assert_eq!(list(&[1, 2, 3, 9]).runs, [(1, 3), (9, 1)]);
         assert_eq!(list(&[1, 2, 3, 9]).skip(2), list(&[3, 9]));
+    }
+
+    #[test]
+    fn a_block_that_is_named_twice_is_found() {
+        for ids in [vec![], vec![5], vec![3, 4, 5, 1, 2, 9]] {
+            assert_eq!(list(&ids).repeated(), None, "{ids:?}");
+        }
+        for (ids, twice) in [(vec![5, 5], 5), (vec![7, 8, 9, 1, 8], 8), (vec![1, 2, 3, 3, 4], 3)] {
+            assert_eq!(list(&ids).repeated(), Some(BlockId(twice)), "{ids:?}");
+        }
     }
 
     #[test]

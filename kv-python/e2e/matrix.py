@@ -43,8 +43,10 @@ CASES = {
     "two-ranks": (["--engine-arg=--tensor-parallel-size", "--engine-arg=2"], ""),
     "ranks-1-2": (["--d-arg=--tensor-parallel-size", "--d-arg=2"], ""),
     "ranks-2-1": (["--p-arg=--tensor-parallel-size", "--p-arg=2"], ""),
-    "blocks-32-64": (["--d-arg=--block-size", "--d-arg=64"], ""),
-    "blocks-64-32": (["--p-arg=--block-size", "--p-arg=64"], "ours"),
+    "blocks-32-64": (
+        ["--d-arg=--block-size", "--d-arg=64", "--policy", "recompute", "--min-external", "0"],
+        "ours",
+    ),
     "at-once": (["--at-once"], "ours"),
     "at-once-kill-p": (["--at-once", "--fault", "kill-p", "--policy", "recompute"], "ours"),
     "at-once-stop-p": (

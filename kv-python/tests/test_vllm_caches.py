@@ -69,6 +69,39 @@ def test_keys_and_values_side_by_side_in_each_block():
     assert key.order == "tokens_heads"
 
 
+def test_heads_that_are_not_one_row_are_refused():
+    # Keys and values of each token apart: (tokens, 2, heads, size).
+    with pytest.raises(ConfigError, match="not consecutive"):
+        found((10, 32, 2, 4, 64), heads=4)
+
+
+def test_heads_over_all_ranks_are_told():
+    one = {"layers.0": Tensor(SIZES, Storage(5_000, 10 * BLOCK))}
+
+    def total(ranks, of_the_model):
+        made = caches.describe(one, cache_config(list(one)), ranks, of_the_model)
+        return made.layout["regions"][0]["heads_total"]
+
+    assert total(1, 2) == 2 and total(4, 8) == 8
+    # A layer with other heads than the model's first one.
+    assert total(1, 8) == 2 and total(2, 16) == 4
+
+
+def test_a_head_that_several_ranks_hold_is_told_from_one_that_is_shared_out():
+    class OneHead(FullAttentionSpec):
+        num_kv_heads = 1
+
+    OneHead.__name__ = "FullAttentionSpec"
+    sizes = (10, 1, 32, 128)
+    one = {"layers.0": Tensor(sizes, Storage(5_000, 10 * BLOCK))}
+
+    def total(ranks, of_the_model):
+        made = caches.describe(one, cache_config(list(one), OneHead), ranks, of_the_model)
+        return made.layout["regions"][0]["heads_total"]
+
+    assert total(4, 4) == 4 and total(4, 2) == 2 and total(4, 1) == 1
+
+
 def test_a_latent_has_one_head():
     (area,) = found((10, 32, 576), heads=1, itemsize=2)
     assert area.bytes == 32 * 576 * 2 and area.head_size == 576 and area.order == "tokens_heads"

@@ -90,6 +90,9 @@ pub enum SchedError {
         /// Theirs.
         theirs: usize,
     },
+    /// Blocks of the offer that hold nothing.
+    #[error("the offer's blocks have 0 tokens")]
+    OfferBlockTokens,
     /// The offer's blocks are not those that its tokens need.
     #[error(
         "the offer covers {tokens} tokens, which end in block {needed}, but group {group} ends in block {got}"

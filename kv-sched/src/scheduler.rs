@@ -135,6 +135,9 @@ impl Scheduler {
             let (ours, theirs) = (self.config.groups.len(), remote.blocks.len());
             return Err(SchedError::Groups { ours, theirs });
         }
+        if remote.block_tokens == 0 {
+            return Err(SchedError::OfferBlockTokens);
+        }
         let (tokens, needed) = (remote.tokens, remote.block_count());
         for (group, (list, kind)) in remote.blocks.iter().zip(&self.config.groups).enumerate() {
             // Parsed parameters cannot say so; made by hand they can.
@@ -151,7 +154,9 @@ impl Scheduler {
         let whole = prompt.get(..tokens as usize);
         let ours = whole.map(token_digest);
         if tokens == 0 || ours.as_ref() == Some(&remote.token_digest) {
-            return Ok(tokens);
+            // The engine computes the last token itself; a state that has it already would count it twice.
+            let has_state = self.config.groups.contains(&GroupKind::State);
+            return Ok(if has_state && tokens >= prompt_tokens { 0 } else { tokens });
         }
         // Of a window the offer has the end alone, and of a state only that after the last token.
         let in_parts = self.config.groups.iter().all(|kind| *kind == GroupKind::Full);

@@ -77,6 +77,12 @@ fn of_a_window_only_its_tail_is_handed_over() {
     let offer = finish.params.unwrap();
     assert_eq!((offer.blocks.clone(), offer.firsts.clone()), (vec![run(20, 6), list(&[34, 35])], vec![0, 4]));
 
+    // After more tokens the window has left blocks that the prompt's end looks at.
+    let mut late = with_groups(&kinds);
+    late.request_arrived(at(0), &req("r"), &prompt(22), Some(&ask())).unwrap();
+    let finish = late.request_finished(at(1), &req("r"), &complete(26, &[run(20, 7), run(30, 7)]));
+    assert_eq!((finish.verdict, finish.params.unwrap().lease), (Verdict::Free, None));
+
     let mut d = with_groups(&kinds);
     let groups = load_of(&mut d, offer, 23, 8, &[run(40, 6), run(50, 6)]);
     let window = GroupBlocks {
@@ -122,6 +128,11 @@ fn of_a_state_the_last_block_is_handed_over_if_it_stopped_with_the_prompt() {
     let offer = computed(22);
     assert_eq!((offer.blocks.clone(), offer.firsts.clone()), (vec![run(20, 6), list(&[31])], vec![0, 5]));
     assert_eq!(computed(23).lease, None, "the state is one token further than the prompt");
+
+    // D computes the last token of its prompt itself, which the state must not have yet.
+    let mut same = with_groups(&kinds);
+    same.request_arrived(at(0), &req("r"), &prompt(22), Some(&params(offer.clone()))).unwrap();
+    assert_eq!(same.remote_tokens(&req("r"), 0), 0);
 
     let mut d = with_groups(&kinds);
     let groups = load_of(&mut d, offer, 23, 8, &[run(40, 6), list(&[50])]);
@@ -201,4 +212,28 @@ fn an_offer_survives_the_router() {
     let finish = p.request_finished(at(1), &req("r"), &complete(22, &[run(20, 6), run(30, 6)]));
     let sent = TransferParams::RemotePrefill(Box::new(finish.params.unwrap()));
     assert_eq!(TransferParams::parse(&sent.to_json()), Ok(Some(sent)));
+}
+
+#[test]
+fn an_offer_of_blocks_without_tokens_is_refused() {
+    let mut s = scheduler(1);
+    let none = RemotePrefill { block_tokens: 0, blocks: vec![BlockList::default()], ..offer(5, 8) };
+    let error = s.request_arrived(at(0), &req("r"), &prompt(8), Some(&params(none))).unwrap_err();
+    assert_eq!(error, SchedError::OfferBlockTokens);
+}
+
+// H-29
+#[test]
+fn an_offer_of_which_only_a_part_is_of_use_is_tried_after_the_whole_ones() {
+    let other = |lease, tokens: Vec<u32>| RemotePrefill {
+        token_digest: kv_proto::token_digest(&tokens),
+        marks: PrefixMarks::of(&tokens, BLOCK_TOKENS),
+        ..offer(lease, 8)
+    };
+    let mut changed = prompt(8);
+    changed[6] = 9_999;
+    let offers = RemotePrefill { alternatives: vec![other(6, prompt(8))], ..other(5, changed) };
+    let mut s = scheduler(1);
+    s.request_arrived(at(0), &req("r"), &prompt(8), Some(&params(offers))).unwrap();
+    assert_eq!(s.remote_tokens(&req("r"), 0), 8);
 }

@@ -8,7 +8,10 @@ use common::*;
 use kv_proto::handshake::{EngineCard, WorkerCard};
 use kv_proto::message::HelloRefusal;
 use kv_proto::message::WorkerMessage;
-use kv_proto::{BlockLayout, LeaseEnd, LoadFailure, LoadId, PullEnd, Rank, ReleaseReason, Topology};
+use kv_proto::{
+    BlockLayout, ConsumerOrder, GroupBlocks, LeaseEnd, LoadFailure, LoadId, PullEnd, Rank, ReleaseReason,
+    Topology,
+};
 use kv_transport::RegionId;
 use kv_worker::WorkerConfig;
 use kv_worker::machine::io::{Decision, Fact, Failure, PullId, SourceKey};
@@ -303,4 +306,61 @@ fn a_connection_lost_to_one_worker_is_not_lost_to_the_other() {
         "told over the connection that stands, not kept for another"
     );
     assert_eq!(rig.loads(), ends(&[(1, "peer_lost")]));
+}
+
+#[test]
+fn p7_a_producer_that_tells_other_places_in_the_same_life_is_not_believed() {
+    let mut rig = reading();
+    rig.lost(1_000, dialled(1));
+    let mut moved = split_card();
+    moved.workers[0].layout.regions[0].base = 64;
+    assert_eq!(shaken(&mut rig, 1_001, 1, moved), Vec::<String>::new(), "as many workers, and another plan");
+    assert_eq!(rig.m.stats().peers.handshakes_failed, 1);
+}
+
+#[test]
+fn workers_that_are_dialled_at_the_same_time_take_one_answer() {
+    let mut rig = reading();
+    assert_eq!(rig.lost(1_000, dialled(0)), ["shake hands with 1"]);
+    assert_eq!(rig.lost(1_000, dialled(1)), ["shake hands with 1 for source 1"]);
+    assert_eq!(shaken(&mut rig, 1_001, 1, split_card()), ["connect d2", "connect d3"]);
+    assert_eq!(shaken(&mut rig, 1_002, 0, split_card()), Vec::<String>::new(), "it has been answered");
+}
+
+#[test]
+fn p4_a_load_of_many_portions_ends_at_once_where_there_is_nothing_to_read() {
+    let mut layout = layout();
+    layout.regions[0].heads_total = 1;
+    layout.blocks = 100_000;
+    let mut card = split_card();
+    card.workers.iter_mut().for_each(|w| w.layout = layout.clone());
+    let mut rig = rig_of(Rank(0), Topology::of(1), layout);
+    let count = 50_000;
+    let list = || (0..count).map(kv_proto::BlockId).collect();
+    let groups = vec![GroupBlocks {
+        group: 0,
+        first: 0,
+        remote_first: 0,
+        tokens: count * 4,
+        remote: list(),
+        local: list(),
+    }];
+    let (lease, peer) = (lease_of(1, 5), (*peer(1)).clone());
+    rig.order(0, &[ConsumerOrder::Load { load: LoadId(1), lease, offer: OFFER, peer, groups }]);
+    shaken(&mut rig, 1, 0, card);
+    rig.connected(2, 0);
+    rig.connected(2, 1);
+    assert_eq!(rig.hear(3, dialled(1), welcome_of(1)), ["d1: renew all +[5]", "d1: read done 5/1"]);
+}
+
+#[test]
+fn a_consumer_with_more_readers_than_a_lease_keeps_is_unwelcome() {
+    let mut rig = rig_of(Rank(0), Topology::of(1), with_heads(2));
+    rig.take(0, Fact::LinkAccepted { link: accepted(0) });
+    let mut message = hello(7, 100);
+    if let WorkerMessage::Hello { topology, .. } = &mut message {
+        *topology = Topology::of(300);
+    }
+    let said = rig.hear(1, accepted(0), message);
+    assert!(said[0].contains("Topology"), "{said:?}");
 }

@@ -13,9 +13,9 @@ pub const MARKS_MAX: usize = 64;
 pub struct PrefixMarks {
     /// Tokens between two marks, a multiple of the producer's block; 0 where there are none.
     pub every: u32,
-    /// For each mark the first eight bytes of the SHA-256 over the token ids from the start of the prompt, as
-    /// little-endian 32-bit numbers.
-    pub digests: Vec<u64>,
+    /// For each mark the first 16 bytes of the SHA-256 over the token ids from the start of the prompt, as little-endian
+    /// 32-bit numbers.
+    pub digests: Vec<u128>,
 }
 
 impl PrefixMarks {
@@ -43,14 +43,14 @@ impl PrefixMarks {
     }
 }
 
-fn digests(tokens: &[u32], every: usize) -> impl Iterator<Item = u64> + '_ {
+fn digests(tokens: &[u32], every: usize) -> impl Iterator<Item = u128> + '_ {
     let mut digest = Sha256::new();
     tokens.chunks_exact(every).map(move |piece| {
         for token in piece {
             digest.update(token.to_le_bytes());
         }
         let whole = digest.clone().finalize();
-        whole.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte))
+        whole.iter().take(16).fold(0, |number, byte| number << 8 | u128::from(*byte))
     })
 }
 

@@ -140,6 +140,11 @@ impl RemotePrefill {
                 digest.update(block.0.to_le_bytes());
             }
         }
+        // They say for which other prompts the offer is good as well.
+        digest.update(self.marks.every.to_le_bytes());
+        for mark in &self.marks.digests {
+            digest.update(mark.to_le_bytes());
+        }
         let mut short = [0; 16];
         short.copy_from_slice(&digest.finalize()[..16]);
         OfferDigest::from_bytes(short)

@@ -137,7 +137,7 @@ fn firsts(value: Option<Value>, groups: usize) -> Result<Vec<u32>, ParamsError> 
     }
 }
 
-/// Digests of shorter prefixes. They only say what may be read of an offer, so that wrong ones cost a load at most.
+/// Digests of shorter prefixes. The offer's own digest covers them, so that changed ones are not confirmed.
 fn prefix_marks(value: Option<Value>) -> Result<PrefixMarks, ParamsError> {
     const FIELD: &str = "kv_connector.marks";
     const DIGESTS: &str = "kv_connector.marks.digests";
@@ -164,10 +164,10 @@ fn prefix_marks(value: Option<Value>) -> Result<PrefixMarks, ParamsError> {
         return Err(ParamsError::TooMany { field: DIGESTS, got: items.len(), limit: marks::MARKS_MAX });
     }
     let digest = |item: &Value| {
-        let digits = item.as_str().filter(|text| text.len() == 16);
-        digits.and_then(|text| u64::from_str_radix(text, 16).ok()).ok_or_else(|| ParamsError::WrongType {
+        let digits = item.as_str().filter(|text| text.len() == 32);
+        digits.and_then(|text| u128::from_str_radix(text, 16).ok()).ok_or_else(|| ParamsError::WrongType {
             field: DIGESTS,
-            expected: "16 hexadecimal digits each",
+            expected: "32 hexadecimal digits each",
             got: shorten(item),
         })
     };

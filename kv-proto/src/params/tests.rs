@@ -311,7 +311,17 @@ fn groups_that_do_not_begin_at_the_start_and_marks_are_written_and_read_again() 
     );
     assert_eq!(
         refuse(|v| v["marks"]["digests"][0] = json!("00")),
-        "kv_connector.marks.digests must be 16 hexadecimal digits each, got \"00\""
+        "kv_connector.marks.digests must be 32 hexadecimal digits each, got \"00\""
     );
     assert!(refuse(|v| v["marks"] = json!(3)).starts_with("kv_connector.marks must be an object"));
+}
+
+// H-18
+#[test]
+fn marks_that_were_changed_on_the_way_make_another_offer() {
+    let marked = |tokens: &[u32]| RemotePrefill { marks: PrefixMarks::of(tokens, 16), ..sample() };
+    let (own, other): (Vec<u32>, Vec<u32>) = ((0..40).collect(), (1..41).collect());
+    assert_eq!(marked(&own).digest(), marked(&own).digest());
+    assert_ne!(marked(&own).digest(), marked(&other).digest(), "else another prompt would be confirmed");
+    assert_ne!(marked(&own).digest(), sample().digest());
 }

@@ -35,7 +35,7 @@ impl RemotePrefill {
             extra["firsts"] = json!(self.firsts);
         }
         if self.marks.every > 0 {
-            let digests: Vec<String> = self.marks.digests.iter().map(|d| format!("{d:016x}")).collect();
+            let digests: Vec<String> = self.marks.digests.iter().map(|d| format!("{d:032x}")).collect();
             extra["marks"] = json!({"every": self.marks.every, "digests": digests});
         }
         if let Some(LeaseId(lease)) = self.lease {

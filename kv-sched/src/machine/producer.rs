@@ -298,6 +298,10 @@ fn hand_over(
             GroupKind::State => (count - 1, list.skip(list.len().saturating_sub(1))),
             _ => {
                 let first = kind.first_token(prompt_tokens) / config.block_tokens;
+                if kind.first_token(computed_tokens) / config.block_tokens > first {
+                    // The window has moved on, and its first blocks may be somebody else's already.
+                    return None;
+                }
                 (first, list.iter().skip(first as usize).take((count - first) as usize).collect())
             }
         };

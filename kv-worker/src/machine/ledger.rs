@@ -119,9 +119,9 @@ enum TimerKey {
 
 /// Most early endings, and most early wishes, kept for one announced lease; a consumer has as many as it has readers
 /// here.
-const EARLY_MAX: usize = 64;
+const EARLY_MAX: usize = READERS_MAX;
 /// Most readers kept for one held lease, over all consumers that try.
-const READERS_MAX: usize = 256;
+pub(crate) const READERS_MAX: usize = 256;
 
 /// Counters. They only grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]

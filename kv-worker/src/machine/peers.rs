@@ -94,8 +94,9 @@ enum State {
 /// A producer, from when it is first wanted until none of its sources is.
 #[derive(Debug, Clone, Hash)]
 struct Producer {
-    /// Whether the handshake has told how many sources there are.
-    planned: bool,
+    /// The digest of the plan, when the handshake has told what there is. One life of a producer has one shape: loads under
+    /// way are cut for it.
+    plan: Option<u64>,
     /// By their place in the plan; the first one before there is a plan.
     sources: Vec<Peer>,
 }
@@ -237,7 +238,7 @@ impl Peers {
             Some((peer, _)) => peer.clone(),
             None => {
                 let peer = Arc::new(locator.clone());
-                let producer = Producer { planned: false, sources: vec![Peer::new(now)] };
+                let producer = Producer { plan: None, sources: vec![Peer::new(now)] };
                 self.producers.insert(peer.clone(), producer);
                 peer
             }
@@ -261,7 +262,7 @@ impl Peers {
 
     /// How many sources a producer has for this rank; `None` as long as it has not said so.
     pub fn planned(&self, peer: &Arc<PeerLocator>) -> Option<u32> {
-        self.producers.get(peer).filter(|p| p.planned).map(|p| p.sources.len() as u32)
+        self.producers.get(peer).filter(|p| p.plan.is_some()).map(|p| p.sources.len() as u32)
     }
 
     fn dial(&mut self, now: Moment, config: &WorkerConfig, key: &SourceKey, out: &mut Vec<Decision>) {

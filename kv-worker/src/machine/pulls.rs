@@ -278,17 +278,23 @@ impl Pulls {
             Ok(left) => left,
             Err(failure) => return self.fail_or_wait(now, config, id, failure, out),
         };
-        left.resume_at(pull.read);
+        // A worker that has nothing for this rank is only told.
+        let is_silent =
+            matches!(self.peers.standing(&pull.key), Standing::Ready(_, r) if r.plan.copies.is_empty());
+        left.resume_at(if is_silent { u32::MAX } else { pull.read });
         // The transport ends each read within its own limit; this one is for one that does not, and for all portions.
         let until = now + config.limits.read + config.limits.stall;
         pull.state = State::Reading { left, portion: Moved::default(), until, doomed: None };
         self.timers.clear(waited_until, id);
         self.timers.clear(not_before, id);
         self.set(id, until);
+        if is_silent {
+            return self.read_ended(now, config, local, id, Ok(()), out);
+        }
         self.read_portion(now, config, local, id, out);
     }
 
-    /// Orders the next portion of a load.
+    /// Orders the next portion of a load that this source has something of.
     fn read_portion(
         &mut self,
         now: Moment,
@@ -297,46 +303,53 @@ impl Pulls {
         id: PullId,
         out: &mut Vec<Decision>,
     ) {
-        let Some(pull) = self.pulls.get_mut(&id) else { return };
-        let State::Reading { left, portion, .. } = &mut pull.state else { return };
-        let groups = left.take();
-        let (link, parts) = match self.peers.standing(&pull.key) {
-            Standing::Ready(link, remote) => {
-                let side = Side { regions: &local.regions, keys: &remote.keys };
-                (link, remote.plan.read_parts(side, &groups))
+        loop {
+            let Some(pull) = self.pulls.get_mut(&id) else { return };
+            let State::Reading { left, portion, .. } = &mut pull.state else { return };
+            let groups = left.take();
+            let is_last = left.is_over();
+            let (link, parts) = match self.peers.standing(&pull.key) {
+                Standing::Ready(link, remote) => {
+                    let side = Side { regions: &local.regions, keys: &remote.keys };
+                    (link, remote.plan.read_parts(side, &groups))
+                }
+                Standing::Pending => {
+                    let failure =
+                        Failure::new(LoadFailure::PeerLost, "the connection was lost between two portions");
+                    return self.fail_or_read_again(now, config, id, failure, out);
+                }
+                Standing::Failed(failure) => {
+                    let failure = failure.clone();
+                    return self.fail_or_read_again(now, config, id, failure, out);
+                }
+            };
+            let parts = match parts {
+                Ok(parts) => parts,
+                Err(error) => {
+                    let failure = Failure::new(LoadFailure::BadBlocks, error.to_string());
+                    return self.fail(now, config, id, failure, out);
+                }
+            };
+            if let Some(comparison) = &mut pull.comparison {
+                comparison.ordered(groups);
             }
-            Standing::Pending => {
-                let failure =
-                    Failure::new(LoadFailure::PeerLost, "the connection was lost between two portions");
-                return self.fail_or_read_again(now, config, id, failure, out);
+            let ranges = parts.iter().flat_map(|part| &part.ranges);
+            let bytes: u64 = ranges.clone().map(|r| r.len).sum();
+            *portion = Moved { bytes, ranges: ranges.count() as u64 };
+            if bytes == 0 {
+                // Of these tokens the worker has nothing.
+                if is_last {
+                    return self.read_ended(now, config, local, id, Ok(()), out);
+                }
+                continue;
             }
-            Standing::Failed(failure) => {
-                let failure = failure.clone();
-                return self.fail_or_read_again(now, config, id, failure, out);
+            // A long read must not outlive a lease whose first life is short.
+            if bytes >= config.limits.prolong_bytes {
+                let key = pull.key.clone();
+                self.peers.renew(now, config, &key, out);
             }
-        };
-        let parts = match parts {
-            Ok(parts) => parts,
-            Err(error) => {
-                let failure = Failure::new(LoadFailure::BadBlocks, error.to_string());
-                return self.fail(now, config, id, failure, out);
-            }
-        };
-        if let Some(comparison) = &mut pull.comparison {
-            comparison.ordered(groups);
+            return out.push(Decision::Read { pull: id, link, parts });
         }
-        let ranges = parts.iter().flat_map(|part| &part.ranges);
-        let bytes: u64 = ranges.clone().map(|r| r.len).sum();
-        *portion = Moved { bytes, ranges: ranges.count() as u64 };
-        if bytes == 0 {
-            return self.read_ended(now, config, local, id, Ok(()), out);
-        }
-        // A long read must not outlive a lease whose first life is short.
-        if bytes >= config.limits.prolong_bytes {
-            let key = pull.key.clone();
-            self.peers.renew(now, config, &key, out);
-        }
-        out.push(Decision::Read { pull: id, link, parts });
     }
 
     /// Ends a pull badly, and tells the producer if it can be told. Only to be called when the destination is

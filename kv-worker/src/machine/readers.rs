@@ -16,7 +16,7 @@ use kv_proto::{
 
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, LinkId, SelfCheck};
-use crate::machine::ledger::{Answer, Ending, LateAnswer, Ledger, Reader, ReaderEnding};
+use crate::machine::ledger::{Answer, Ending, LateAnswer, Ledger, READERS_MAX, Reader, ReaderEnding};
 
 mod questions;
 
@@ -220,7 +220,7 @@ impl Readers {
                     Some(HelloRefusal::Incarnation)
                 } else if to_rank != config.rank {
                     Some(HelloRefusal::Rank)
-                } else if !readers.as_ref().is_ok_and(|readers| readers.contains(&rank)) {
+                } else if !readers.as_ref().is_ok_and(|r| r.contains(&rank) && r.len() <= READERS_MAX) {
                     Some(HelloRefusal::Topology)
                 } else {
                     None

@@ -8,6 +8,9 @@ use super::compile::{Grid, SourcePlan};
 use super::copies::{Pieces, Place, RegionCopy};
 use super::error::BlocksError;
 
+/// Most ranges between two memories in one read: some 100 MiB of them.
+const RANGES_MAX: usize = 1 << 22;
+
 /// What the transport calls both sides' memories, by their index.
 #[derive(Debug, Clone, Copy)]
 pub struct Side<'a> {
@@ -25,7 +28,7 @@ impl SourcePlan {
         let mut parts: Vec<(u32, u32, Ranges)> = Vec::new();
         let mut chunks: Vec<(u32, Vec<Chunk>)> = Vec::with_capacity(groups.len());
         for group in groups {
-            chunks.push((group.group, self.chunks(group)?));
+            chunks.push((group.group, self.chunks(group)));
         }
         for copy in &self.copies {
             let (theirs, ours) = (copy.remote.memory, copy.local.memory);
@@ -35,6 +38,9 @@ impl SourcePlan {
             let Some((.., ranges)) = parts.last_mut() else { continue };
             for (_, chunks) in chunks.iter().filter(|(group, _)| *group == copy.group) {
                 ranges.copy(copy, chunks);
+            }
+            if ranges.is_too_many() {
+                return Err(BlocksError::Ranges { limit: RANGES_MAX });
             }
         }
         let mut read = Vec::with_capacity(parts.len());
@@ -55,7 +61,7 @@ impl SourcePlan {
         check_blocks(self, groups)?;
         let mut count = 0u64;
         for group in groups {
-            let chunks = self.chunks(group)?;
+            let chunks = self.chunks(group);
             for copy in self.copies.iter().filter(|copy| copy.group == group.group) {
                 for chunk in &chunks {
                     let Pieces { inner, outer, .. } = copy.pieces(chunk.tokens);
@@ -99,6 +105,10 @@ impl Ranges {
                 }
             }
         }
+    }
+
+    fn is_too_many(&self) -> bool {
+        self.ranges.len() > RANGES_MAX
     }
 
     #[inline]
@@ -148,6 +158,9 @@ fn check_group(plan: &SourcePlan, blocks: &GroupBlocks) -> Result<(), BlocksErro
             let highest = list.highest().map_or(u64::MAX, |b| u64::from(b.0));
             return Err(BlocksError::BeyondPool { side, group, highest, blocks: pool });
         }
+    }
+    if let Some(kv_proto::BlockId(block)) = local.repeated() {
+        return Err(BlocksError::Twice { group, block });
     }
     if kind == GroupKind::State {
         return match (local.len(), remote.len()) {

@@ -3,7 +3,6 @@
 use kv_proto::{BlockId, GroupBlocks, GroupKind};
 
 use super::compile::SourcePlan;
-use super::error::BlocksError;
 
 /// Tokens that lie one after the other in one kernel block on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +30,7 @@ impl Spot {
 
 impl SourcePlan {
     /// The chunks of one group, in the order of our blocks where both sides' blocks pair. The lists were checked.
-    pub(super) fn chunks(&self, group: &GroupBlocks) -> Result<Vec<Chunk>, BlocksError> {
+    pub(super) fn chunks(&self, group: &GroupBlocks) -> Vec<Chunk> {
         let kind = self.group_kind(group.group).unwrap_or_default();
         let mut chunks = if kind == GroupKind::State {
             let last = group.local.iter().last().zip(group.remote.iter().last());
@@ -47,10 +46,7 @@ impl SourcePlan {
         if !chunks.is_sorted_by_key(by_block) {
             chunks.sort_unstable_by_key(by_block);
         }
-        if let Some(pair) = chunks.windows(2).find(|pair| by_block(&pair[0]) == by_block(&pair[1])) {
-            return Err(BlocksError::Twice { group: group.group, block: pair[0].local.block });
-        }
-        Ok(chunks)
+        chunks
     }
 
     fn whole_blocks(&self, group: &GroupBlocks) -> Vec<Chunk> {

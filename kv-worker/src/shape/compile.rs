@@ -19,6 +19,9 @@ pub struct RemoteRank<'a> {
     pub layout: &'a BlockLayout,
 }
 
+/// Most workers of one producer that a rank has to do with: each costs a connection, and a pull for each load.
+pub const SOURCES_MAX: usize = 256;
+
 /// Whom one rank reads from, and what.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ShapePlan {
@@ -106,6 +109,9 @@ pub fn compile(
 ) -> Result<ShapePlan, ShapeError> {
     check_heads(topology, rank, local).map_err(|source| ShapeError::Heads { side: "ours", source })?;
     let ranks = remote_topology.sources_of(rank, topology)?;
+    if ranks.len() > SOURCES_MAX {
+        return Err(ShapeError::Sources { sources: ranks.len(), limit: SOURCES_MAX });
+    }
     let mut sources = Vec::with_capacity(ranks.len());
     for source in ranks {
         let remote =

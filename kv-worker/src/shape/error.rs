@@ -20,6 +20,14 @@ pub enum ShapeError {
         /// What is wrong.
         source: CardError,
     },
+    /// More workers than one rank will have to do with.
+    #[error("this rank would have to do with {sources} workers of the producer; {limit} are allowed")]
+    Sources {
+        /// How many there would be.
+        sources: usize,
+        /// How many there may be.
+        limit: usize,
+    },
     /// The producer describes no worker of a rank that it must have.
     #[error("the producer describes no {rank}")]
     NoSuchRank {
@@ -181,5 +189,14 @@ pub enum BlocksError {
         side: &'static str,
         /// The memory.
         memory: u32,
+    },
+    /// A read of more pieces than are kept in hand.
+    #[error(
+        "the blocks lie so differently on the two sides that a read would have more than {limit} ranges; equal orders of \
+         heads and tokens, or smaller portions, have fewer"
+    )]
+    Ranges {
+        /// Most that are allowed.
+        limit: usize,
     },
 }

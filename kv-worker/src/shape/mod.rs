@@ -23,6 +23,6 @@ mod error;
 mod pairs;
 
 pub use apply::{Side, check_blocks};
-pub use compile::{Grid, RemoteRank, ShapePlan, SourcePlan, compile};
+pub use compile::{Grid, RemoteRank, SOURCES_MAX, ShapePlan, SourcePlan, compile};
 pub use copies::{Place, RegionCopy};
 pub use error::{BlocksError, ShapeError};

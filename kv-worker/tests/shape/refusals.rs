@@ -121,6 +121,11 @@ fn ranks_that_cannot_be_are_refused() {
     let one = Topology::of(1);
     let none = compile(&layout(), Rank(0), one, &[], one).unwrap_err();
     assert_eq!(none.to_string(), "the producer describes no rank-0");
+    let many = compile(&latent(4), Rank(0), one, &[], Topology::of(300)).unwrap_err();
+    assert_eq!(
+        many.to_string(),
+        "this rank would have to do with 300 workers of the producer; 256 are allowed"
+    );
     let staged = Topology { stages: 2, ..Topology::of(3) };
     let none = compile(&layout(), Rank(0), one, &[], staged).unwrap_err();
     assert_eq!(none.to_string(), "3 ranks cannot be shared out over 2 pipeline stages");

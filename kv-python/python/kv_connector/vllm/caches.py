@@ -94,6 +94,8 @@ def areas(layer: str, shape: Shape, spec: Spec, blocks: int) -> list[Area]:
     per_head, rest = divmod(span, spec.block_tokens * spec.heads)
     if rest or per_head == 0:
         raise refuse(f"the {span} elements of a block are not a whole number for each head and token")
+    if not _has_rows(shape, axis, spec, per_head):
+        raise refuse("the elements of one head of one token are not consecutive in memory")
     order = _order(shape, axis, spec)
     if order is None:
         raise refuse("heads and tokens cannot be told apart")
@@ -109,6 +111,13 @@ def areas(layer: str, shape: Shape, spec: Spec, blocks: int) -> list[Area]:
         )
         for index, kind in enumerate(kinds)
     ]
+
+
+def _has_rows(shape: Shape, axis: int, spec: Spec, per_head: int) -> bool:
+    """Whether one head of one token is one row, so that a peer with other ranks can be given single heads."""
+    dims = zip(shape.sizes[axis + 1 :], shape.strides[axis + 1 :], strict=True)
+    steps = [step for size, step in dims if step > 1 and size in (spec.heads, spec.block_tokens)]
+    return not steps or min(steps) == per_head or per_head == 1
 
 
 def _has_halves_inside(shape: Shape, axis: int) -> bool:
@@ -136,7 +145,7 @@ def _order(shape: Shape, axis: int, spec: Spec) -> str | None:
     heads = [step for size, step in dims if size == spec.heads]
     tokens = [step for size, step in dims if size == spec.block_tokens]
     if len(heads) != 1 or len(tokens) != 1:
-        # Not told apart by size, or not there: the same on both sides, or the fingerprints differ.
+        # Not told apart by size, or not there.
         return None
     return "heads_tokens" if heads[0] > tokens[0] else "tokens_heads"
 
@@ -149,10 +158,11 @@ class Caches:
     memories: list[tuple[int, int, Any]]
 
 
-def describe(kv_caches: dict[str, Any], kv_cache_config: Any, heads_total: int = 0) -> Caches:
+def describe(kv_caches: dict[str, Any], kv_cache_config: Any, ranks: int = 1, heads_total: int = 0) -> Caches:
     """Layout and memories of a worker's caches. Raises ConfigError if they are not understood.
 
-    `heads_total` are the model's heads of keys and values over all tensor-parallel ranks; a latent cache has one.
+    `ranks` are the tensor-parallel ranks, `heads_total` the model's heads of keys and values over all of them, which tells
+    heads that several ranks hold from heads that are shared out.
     """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -169,7 +179,7 @@ def describe(kv_caches: dict[str, Any], kv_cache_config: Any, heads_total: int =
         tensor = kv_caches.get(layer)
         if tensor is None:
             raise ConfigError(f"layer {layer} has no KV cache; those that have one are {list(kv_caches)[:4]}...")
-        spec = _spec_of(layer, groups[0].kv_cache_spec, tensor, heads_total)
+        spec = _spec_of(layer, groups[0].kv_cache_spec, tensor, ranks, heads_total)
         if block_tokens not in (None, spec.block_tokens):
             raise ConfigError(f"layer {layer} has blocks of {spec.block_tokens} tokens, others of {block_tokens}")
         block_tokens = spec.block_tokens
@@ -216,7 +226,7 @@ def describe(kv_caches: dict[str, Any], kv_cache_config: Any, heads_total: int =
     return Caches(layout, list(memories.values()))
 
 
-def _spec_of(layer: str, spec: Any, tensor: Any, heads_total: int) -> Spec:
+def _spec_of(layer: str, spec: Any, tensor: Any, ranks: int, heads_total: int) -> Spec:
     inner = getattr(spec, "kv_cache_specs", None)
     if inner is not None:
         # One group whose layers differ in size; each has a spec of its own.
@@ -228,7 +238,13 @@ def _spec_of(layer: str, spec: Any, tensor: Any, heads_total: int) -> Spec:
     if dtype is None:
         raise ConfigError(f"layer {layer} has elements of {tensor.dtype}; known are {', '.join(DTYPES)}")
     heads = getattr(spec, "num_kv_heads", 1)
-    total = 1 if name == "MLAAttentionSpec" else heads_total
+    if name == "MLAAttentionSpec":
+        total = 1
+    elif heads > 1 or ranks == 1:
+        # Layers may differ in their heads, and several on one rank are always a share.
+        total = heads * ranks
+    else:
+        total = min(heads_total, ranks) if heads_total else ranks
     return Spec(block_tokens=spec.block_size, heads=heads, dtype=dtype, heads_total=total)
 
 

@@ -109,7 +109,10 @@ def fingerprint(model: str, vllm_config: Any, layers: list[str]) -> str:
     ways that all look like bytes; and the model's own configuration decides, for instance, how positions are turned.
     """
     parts = [model]
-    cache_dtype = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", None)
+    cache_config = getattr(vllm_config, "cache_config", None)
+    cache_dtype = getattr(cache_config, "cache_dtype", None)
+    # A backend may pack a head's keys and values by whole blocks, so that blocks of another size hold other bytes.
+    parts.append(f"block_size={getattr(cache_config, 'block_size', None)}")
     dtype = getattr(vllm_config.model_config, "dtype", None)
     parts += [f"kv_cache_dtype={cache_dtype}", f"dtype={dtype}"]
     context = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None) or {}

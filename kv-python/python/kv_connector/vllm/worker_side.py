@@ -40,7 +40,7 @@ class WorkerSide:
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         heads = self._vllm_config.model_config.get_total_num_kv_heads()
-        caches = describe(kv_caches, self._kv_cache_config, heads)
+        caches = describe(kv_caches, self._kv_cache_config, self._options.ranks, heads)
         rank, identity = self._agree()
         model = fingerprint(self._options.model, self._vllm_config, list(kv_caches))
         self._core = WorkerCore(self._options.config, identity, rank, model, caches.layout, caches.memories)

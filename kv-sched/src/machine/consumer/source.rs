@@ -32,6 +32,8 @@ pub(super) fn of(mut remote: RemotePrefill, usable: &[u32]) -> Vec<Source> {
             sources.push(Source { offer: remote.digest(), lease, remote: Box::new(remote), usable });
         }
     }
+    // The router's order, but what is of use only in part comes last.
+    sources.sort_by_key(|source| source.usable < source.remote.tokens);
     sources
 }
 

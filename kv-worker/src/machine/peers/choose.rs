@@ -1,16 +1,21 @@
 //! What follows from a handshake: whom this rank has to do with, and what it reads from whom.
 
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
 use kv_proto::handshake::{EngineCard, WorkerCard};
 use kv_proto::{BlockLayout, LoadFailure, Moment, PeerLocator};
 use kv_transport::{Address, RegionKey};
+use twox_hash::XxHash3_64;
 
 use super::{Change, Peer, Peers, Remote, SourceKey, State, TimerKey};
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, Failure, LinkId};
 use crate::shape::{RemoteRank, ShapeError, SourcePlan, compile};
+
+/// The digest of a plan, and its sources.
+type Chosen = (u64, Vec<Remote>);
 
 impl Peers {
     /// A handshake ended. The layout is that of our own blocks.
@@ -27,8 +32,8 @@ impl Peers {
             return None;
         }
         let chosen = result.and_then(|card| self.choose(config, layout, &card));
-        let remotes = match chosen.and_then(|remotes| self.as_before(&key.peer, remotes)) {
-            Ok(remotes) => remotes,
+        let (plan, remotes) = match chosen.and_then(|chosen| self.as_before(&key.peer, chosen)) {
+            Ok(chosen) => chosen,
             Err(failure) => {
                 self.stats.handshakes_failed += 1;
                 return self.fail(now, config, key, failure);
@@ -37,12 +42,13 @@ impl Peers {
         let count = remotes.len() as u32;
         let is_first = self.planned(&key.peer).is_none();
         if is_first {
-            self.add_sources(now, &key.peer, count);
+            self.add_sources(now, &key.peer, plan, count);
         }
         for (source, remote) in (0..count).zip(remotes) {
             let of = SourceKey { peer: key.peer.clone(), source };
-            // Of a producer that was known, the others have connections, or handshakes, of their own.
-            if is_first || of == *key {
+            // Who dials at the same time need not wait for its own answer. Others have their connections.
+            let dials = self.get(&of).is_some_and(|peer| matches!(peer.state, State::Dialling { .. }));
+            if is_first || dials {
                 self.connect(now, config, &of, remote, out);
             }
         }
@@ -68,22 +74,22 @@ impl Peers {
         }
     }
 
-    /// One life of a producer has one shape: pulls that are under way were cut for it.
-    fn as_before(&self, peer: &Arc<PeerLocator>, remotes: Vec<Remote>) -> Result<Vec<Remote>, Failure> {
-        match self.planned(peer) {
-            Some(before) if before as usize != remotes.len() => {
-                let (engine, now) = (&peer.engine, remotes.len());
-                let detail = format!("engine {engine} had {before} workers for this rank, and now has {now}");
+    /// Whether the producer is cut as it was when it was first met.
+    fn as_before(&self, peer: &Arc<PeerLocator>, chosen: Chosen) -> Result<Chosen, Failure> {
+        match self.producers.get(peer).and_then(|producer| producer.plan) {
+            Some(before) if before != chosen.0 => {
+                let detail =
+                    format!("engine {} tells another shape than before in the same life", peer.engine);
                 Err(Failure::new(LoadFailure::HandshakeMalformed, detail))
             }
-            _ => Ok(remotes),
+            _ => Ok(chosen),
         }
     }
 
     /// The sources beside the first one, for which everything that lives by the first one's offers waits too.
-    fn add_sources(&mut self, now: Moment, peer: &Arc<PeerLocator>, count: u32) {
+    fn add_sources(&mut self, now: Moment, peer: &Arc<PeerLocator>, plan: u64, count: u32) {
         let Some(producer) = self.producers.get_mut(peer) else { return };
-        producer.planned = true;
+        producer.plan = Some(plan);
         let Some(first) = producer.sources.first() else { return };
         let claims = first.claims.iter().map(|(name, claim)| (*name, claim.anew())).collect();
         let new = Peer { claims, releases: first.releases.clone(), ..Peer::new(now) };
@@ -96,7 +102,7 @@ impl Peers {
         config: &WorkerConfig,
         layout: &BlockLayout,
         card: &EngineCard,
-    ) -> Result<Vec<Remote>, Failure> {
+    ) -> Result<Chosen, Failure> {
         let ranks: Vec<RemoteRank<'_>> =
             card.workers.iter().map(|w| RemoteRank { rank: w.rank, layout: &w.layout }).collect();
         let plan = compile(layout, config.rank, config.topology, &ranks, card.topology).map_err(|error| {
@@ -109,8 +115,11 @@ impl Peers {
             Failure::new(reason, detail)
         })?;
         let renew_every = (card.renew_every_ms > 0).then(|| Duration::from_millis(card.renew_every_ms));
+        let mut digest = XxHash3_64::default();
+        plan.hash(&mut digest);
         let sources = plan.sources.into_iter();
-        sources.map(|source| self.remote(config, card, renew_every, source)).collect()
+        let remotes = sources.map(|source| self.remote(config, card, renew_every, source));
+        Ok((digest.finish(), remotes.collect::<Result<_, _>>()?))
     }
 
     fn remote(

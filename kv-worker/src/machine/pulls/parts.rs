@@ -58,8 +58,9 @@ impl Pulls {
             grown.push(*load);
         }
         for load in grown {
+            // A load that is not planned has one pull, which waits; it is what the others are like.
+            let Some(first) = self.pulls.get(&PullId::first(load)).cloned() else { continue };
             for source in 1..count {
-                let Some(first) = self.pulls.get(&PullId { load, source: 0 }) else { continue };
                 let key = SourceKey { peer: peer.clone(), source };
                 let comparison = first.comparison.as_ref().map(|_| Comparison::default());
                 let pull = Pull { key, comparison, ..first.clone() };
