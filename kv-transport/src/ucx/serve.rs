@@ -42,6 +42,11 @@ impl Engine {
             return self.spoken(peer, frame.body, now);
         }
         match frame.body {
+            // However fast it was: the limit is over.
+            Body::Welcome { .. } if matches!(conn.phase, Phase::Connecting { deadline, .. } if deadline <= now) =>
+            {
+                self.leave(peer, LossReason::ConnectTimedOut, false, now);
+            }
             Body::Welcome { token, window } if token != 0 => {
                 conn.peer_token = token;
                 conn.window = window;
