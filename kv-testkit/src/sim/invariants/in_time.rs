@@ -1,7 +1,7 @@
 //! **P4, P1: a lease lives as long as its terms say.** A lease that expires does so not before its own time, nor before
 //! the renewal's span is over since a consumer named it for the first time over a connection that still stands (H-12,
 //! H-13); and not later than a moment after its own time or after the last sign of life of any consumer, never after its
-//! longest life. Kept by a second account of grants and renewals, in the clock of P's worker. A worker that stood still,
+//! longest life; what one reader has ended and others have not lives on for the grace. Kept by a second account of grants and renewals, in the clock of P's worker. A worker that stood still,
 //! or whose clock jumped, may be late for what fell into that time.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,6 +29,8 @@ pub(in super::super) struct Terms {
     sure: BTreeMap<u64, Moment>,
     /// Readers that have ended their part, whatever of theirs is still on its way.
     over: BTreeSet<WorkerAt>,
+    /// When the last of these ended: what others may still want lives on for the grace.
+    ended: Option<Moment>,
 }
 
 impl Terms {
@@ -40,6 +42,7 @@ impl Terms {
             grace: Duration::from_millis(terms.grace_ms),
             sure: BTreeMap::new(),
             over: BTreeSet::new(),
+            ended: None,
         }
     }
 }
@@ -64,8 +67,10 @@ impl World {
         // Who has ended its part wants the lease no more, whether others of its engine still read or not.
         if let WorkerMessage::ReadDone { lease, more: false, .. } | WorkerMessage::Release { lease, .. } =
             message
-            && let Some(terms) = self.worker(at).and_then(|worker| worker.terms.get_mut(lease))
+            && let Some(worker) = self.worker(at)
+            && let Some(terms) = worker.terms.get_mut(lease)
         {
+            terms.ended = Some(worker.clock.read(now));
             terms.sure.remove(&link);
             terms.over.extend(reader);
         }
@@ -118,7 +123,8 @@ impl World {
             }
             let not_before = terms.sure.values().copied().fold(terms.own, Moment::max);
             let heard = worker.heard.last.map_or(terms.own, |at| at + terms.renewal.max(terms.grace));
-            let not_after = terms.own.max(heard).min(terms.latest);
+            let ended = terms.ended.map_or(terms.own, |at| at + terms.grace);
+            let not_after = terms.own.max(heard).max(ended).min(terms.latest);
             let excused = not_after <= worker.late_until;
             let (early, late) = (not_before.since(local), local.since(not_after));
             if !early.is_zero() {
