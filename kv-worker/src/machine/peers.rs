@@ -282,6 +282,9 @@ impl Peers {
         if let Some(peer) = producer.sources.get_mut(key.source as usize) {
             peer.state = State::Idle;
             peer.failures = 0;
+            // One that waited for another connection than this one. Its lease ends by time.
+            self.stats.releases_dropped += peer.releases.len() as u64;
+            peer.releases.clear();
         }
         if producer.sources.iter().all(|peer| matches!(peer.state, State::Idle) && !peer.is_wanted()) {
             self.producers.remove(&key.peer);
