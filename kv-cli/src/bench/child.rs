@@ -95,7 +95,10 @@ impl Process {
                 Ok(answer) => Ok(answer),
                 Err(error) => Err(failed(format!("{error}: {text}"))),
             },
-            Err(RecvTimeoutError::Timeout) => Err(failed(format!("no answer within {:?}", self.limit))),
+            Err(RecvTimeoutError::Timeout) => {
+                let threads = threads(self.child.id());
+                Err(failed(format!("no answer within {:?}; its threads: {threads}", self.limit)))
+            }
             Err(RecvTimeoutError::Disconnected) => Err(failed("it ended".to_owned())),
         }
     }
@@ -178,6 +181,21 @@ impl Process {
     }
 }
 
+/// What the threads of a process do, as far as the system tells: name, state, and what each waits for in the kernel.
+fn threads(process: u32) -> String {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{process}/task")) else { return "unknown".to_owned() };
+    let of = |task: std::fs::DirEntry| {
+        let text = |file: &str| std::fs::read_to_string(task.path().join(file)).unwrap_or_default();
+        let stat = text("stat");
+        // The name may hold anything, brackets too; what follows its last one does not.
+        let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()).unwrap_or('?');
+        let call = text("syscall");
+        let call = call.split_whitespace().next().unwrap_or("?").to_owned();
+        format!("{} ({state}, in {}, call {call})", text("comm").trim_end(), text("wchan"))
+    };
+    tasks.flatten().map(of).collect::<Vec<_>>().join("; ")
+}
+
 impl Drop for Process {
     fn drop(&mut self) {
         drop(self.stdin.take());
@@ -203,5 +221,21 @@ mod tests {
         listen(&output[..], |text| answers.push(text), |text| others.push(text.to_owned()));
         assert_eq!(answers, ["{\"Failed\":\"a\"}", "\"b\"", "\"c\"", "last"]);
         assert_eq!(others, ["[1700.5] ucp_context.c: INFO", "no end", "\u{fffd}\u{fffd}"]);
+    }
+
+    #[test]
+    fn what_a_silent_process_does_is_told() {
+        let (say, hear) = channel::<()>();
+        let waits =
+            std::thread::Builder::new().name("waits (1) S".into()).spawn(move || hear.recv()).unwrap();
+        let until = Instant::now() + Duration::from_secs(10);
+        // A thread has its name a moment after its start.
+        while !threads(std::process::id()).contains("waits (1) S (S") {
+            assert!(Instant::now() < until, "{}", threads(std::process::id()));
+            std::thread::yield_now();
+        }
+        drop(say);
+        assert!(waits.join().unwrap().is_err());
+        assert_eq!(threads(u32::MAX), "unknown");
     }
 }

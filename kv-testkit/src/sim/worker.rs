@@ -163,14 +163,16 @@ impl World {
         }
         let Some(plan) = self.worker(at).and_then(|worker| worker.plans.pop_front()) else { return };
         let tied = self.has(Canary::RenewalTiedToSteps);
-        let now = self.now;
         let Ok(plan) = Plan::decode(&plan) else { return };
-        let Some(worker) = self.worker(at) else { return };
-        let local = worker.clock.read(now);
+        if self.worker(at).is_none() {
+            return;
+        }
         for order in &plan.producer {
             if let ProducerOrder::Grant { lease, offer, terms } = order {
-                worker.granted.insert(*lease, *offer);
-                worker.terms.entry(*lease).or_insert_with(|| Terms::granted(local, *terms));
+                self.begin_terms(at, *lease, *terms, *offer);
+                if let Some(worker) = self.worker(at) {
+                    worker.granted.insert(*lease, *offer);
+                }
             }
         }
         self.give(at, Fact::PlanTaken(plan));

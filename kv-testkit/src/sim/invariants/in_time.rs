@@ -1,14 +1,15 @@
 //! **P4, P1: a lease lives as long as its terms say.** A lease that expires does so not before its own time, nor before
 //! the renewal's span is over since a consumer named it for the first time over a connection that still stands (H-12,
 //! H-13); and not later than a moment after its own time or after the last sign of life of any consumer, never after its
-//! longest life; what one reader has ended and others have not lives on for the grace. Kept by a second account of grants and renewals, in the clock of P's worker. A worker that stood still,
-//! or whose clock jumped, may be late for what fell into that time.
+//! longest life; what one reader has ended and others have not lives on for the grace. Kept by a second account of
+//! grants, endings and renewals, in the clock of P's worker. A worker that stood still, or whose clock jumped, may be
+//! late for what fell into that time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kv_proto::message::WorkerMessage;
-use kv_proto::{LeaseEnd, LeaseId, LeaseTerms, Moment};
+use kv_proto::{LeaseEnd, LeaseId, LeaseTerms, Moment, OfferDigest};
 
 use super::super::world::{WorkerAt, World};
 use super::Invariant;
@@ -34,15 +35,15 @@ pub(in super::super) struct Terms {
 }
 
 impl Terms {
-    pub(in super::super) fn granted(now: Moment, terms: LeaseTerms) -> Self {
+    fn granted(now: Moment, terms: LeaseTerms, over: BTreeSet<WorkerAt>) -> Self {
         Self {
+            ended: (!over.is_empty()).then_some(now),
+            over,
             own: now + Duration::from_millis(terms.ttl_ms),
             latest: now + Duration::from_millis(terms.max_ms),
             renewal: Duration::from_millis(terms.renewal_ms),
             grace: Duration::from_millis(terms.grace_ms),
             sure: BTreeMap::new(),
-            over: BTreeSet::new(),
-            ended: None,
         }
     }
 }
@@ -54,9 +55,27 @@ pub(in super::super) struct Heard {
     last: Option<Moment>,
     /// The newest whole list of each connection; an older one counts no more.
     lists: BTreeMap<u64, u64>,
+    /// Endings of leases that were not granted yet, with the offer that they speak of.
+    early: BTreeMap<LeaseId, Vec<(WorkerAt, OfferDigest)>>,
 }
 
 impl World {
+    /// A grant has arrived at P's worker. Endings that came before it count from now.
+    pub(in super::super) fn begin_terms(
+        &mut self,
+        at: WorkerAt,
+        lease: LeaseId,
+        terms: LeaseTerms,
+        offer: OfferDigest,
+    ) {
+        let now = self.now;
+        let Some(worker) = self.worker(at) else { return };
+        let early = worker.heard.early.remove(&lease).unwrap_or_default();
+        let over = early.into_iter().filter(|(_, named)| *named == offer).map(|(reader, _)| reader).collect();
+        let local = worker.clock.read(now);
+        worker.terms.entry(lease).or_insert_with(|| Terms::granted(local, terms, over));
+    }
+
     /// A renewal has arrived at P's worker over a connection.
     pub(in super::super) fn renew_terms(&mut self, at: WorkerAt, link: u64, message: &WorkerMessage) {
         let now = self.now;
@@ -65,14 +84,26 @@ impl World {
         }
         let reader = self.links.get(&link).map(|link| link.consumer);
         // Who has ended its part wants the lease no more, whether others of its engine still read or not.
-        if let WorkerMessage::ReadDone { lease, more: false, .. } | WorkerMessage::Release { lease, .. } =
-            message
-            && let Some(worker) = self.worker(at)
-            && let Some(terms) = worker.terms.get_mut(lease)
+        if let WorkerMessage::ReadDone { lease, offer, more: false, .. }
+        | WorkerMessage::Release { lease, offer, .. } = message
         {
-            terms.ended = Some(worker.clock.read(now));
-            terms.sure.remove(&link);
-            terms.over.extend(reader);
+            let granted = self.granted(at, *lease);
+            let Some(worker) = self.worker(at) else { return };
+            match granted {
+                Some(granted) if granted == *offer => {
+                    if let Some(terms) = worker.terms.get_mut(lease) {
+                        terms.ended = Some(worker.clock.read(now));
+                        terms.sure.remove(&link);
+                        terms.over.extend(reader);
+                    }
+                }
+                // It speaks of something else than was offered, and ends nothing.
+                Some(_) => {}
+                None => {
+                    let early = worker.heard.early.entry(*lease).or_default();
+                    early.extend(reader.map(|reader| (reader, *offer)));
+                }
+            }
         }
         let WorkerMessage::Renew { seq, all, wanted, dropped } = message else { return };
         let held: Vec<LeaseId> = wanted
