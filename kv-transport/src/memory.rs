@@ -193,7 +193,11 @@ impl Memory {
                 0,
             )
         };
-        let base = base.map_err(refused("map"))?.cast();
+        let map = match pages {
+            Pages::Normal => "map",
+            Pages::Huge => "find huge pages (`vm.nr_hugepages` sets them aside) for",
+        };
+        let base = base.map_err(refused(map))?.cast();
         let inner = Inner { base, len: bytes, backing: Backing::Shared { file, mapped } };
         if let Backing::Shared { file, .. } = &inner.backing {
             // From here on only this mapping writes; whoever gets the file can neither write, nor punch holes, nor cut it.

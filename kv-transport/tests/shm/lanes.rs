@@ -1,7 +1,7 @@
 //! Each way of bytes, in one process: what arrives, what is said of it, and what is refused.
 
 use kv_transport::shm::{ShmConfig, ShmTransport};
-use kv_transport::{Memory, ReadError, ReadLimits, Transport};
+use kv_transport::{Memory, MemoryError, Pages, ReadError, ReadLimits, Transport};
 
 use crate::support::{LIMIT, bind, completion, contents, event, filled, link, loss, range, request};
 
@@ -13,9 +13,8 @@ fn scattered() -> Vec<kv_transport::ReadRange> {
     (0..200).map(|i| range((i * 40_001) % (BYTES as u64 - step), i * step, step - i % 2)).collect()
 }
 
-async fn reads_as(config: ShmConfig, shared: bool, lane: &str) {
+async fn reads_as(config: ShmConfig, source: Memory, lane: &str) {
     let (p, d) = (bind(), ShmTransport::bind(config).unwrap());
-    let source = filled(BYTES, shared, 3);
     let key = p.key(p.register(source.clone()).unwrap()).unwrap();
     let destination = Memory::allocate(BYTES).unwrap();
     let region = d.register(destination.clone()).unwrap();
@@ -44,23 +43,39 @@ async fn reads_as(config: ShmConfig, shared: bool, lane: &str) {
 
 #[tokio::test]
 async fn t2_shared_memory_is_mapped() {
-    reads_as(ShmConfig::default(), true, "mapped").await;
+    reads_as(ShmConfig::default(), filled(BYTES, true, 3), "mapped").await;
 }
 
 #[tokio::test]
 async fn t2_other_memory_is_read_out_of_the_process() {
-    reads_as(ShmConfig::default(), false, "process_vm_readv").await;
+    reads_as(ShmConfig::default(), filled(BYTES, false, 3), "process_vm_readv").await;
 }
 
 #[tokio::test]
 async fn t2_shared_memory_that_may_not_be_mapped_is_read_out_of_the_process() {
-    reads_as(ShmConfig { map: false, ..ShmConfig::default() }, true, "process_vm_readv").await;
+    let config = ShmConfig { map: false, ..ShmConfig::default() };
+    reads_as(config, filled(BYTES, true, 3), "process_vm_readv").await;
 }
 
 #[tokio::test]
 async fn t2_where_neither_is_possible_the_socket_carries_it() {
     let config = ShmConfig { map: false, read_process: false, ..ShmConfig::default() };
-    reads_as(config, true, "socket").await;
+    reads_as(config, filled(BYTES, true, 3), "socket").await;
+}
+
+#[tokio::test]
+async fn t2_memory_of_huge_pages_is_mapped_and_where_none_are_set_aside_that_is_said() {
+    match Memory::allocate_shared(BYTES, Pages::Huge) {
+        Ok(source) => {
+            let pattern: Vec<u8> = (0..BYTES).map(|i| (i / 251 + i * 7) as u8 ^ 3).collect();
+            source.write(0, &pattern).unwrap();
+            reads_as(ShmConfig::default(), source, "mapped").await;
+        }
+        Err(error) => {
+            println!("no huge pages here (`vm.nr_hugepages`): {error}");
+            assert!(matches!(error, MemoryError::System { bytes: BYTES, .. }), "{error:?}");
+        }
+    }
 }
 
 #[tokio::test]
