@@ -26,6 +26,17 @@ pub enum ConnectorError {
     #[cfg(feature = "scheduler")]
     #[error(transparent)]
     SchedConfig(#[from] kv_sched::SchedConfigError),
+    /// A hook of host staging refused.
+    #[cfg(feature = "scheduler")]
+    #[error(transparent)]
+    Staging(#[from] kv_sched::StagingError),
+    /// The sizes and limits of host staging cannot be.
+    #[cfg(feature = "scheduler")]
+    #[error(transparent)]
+    StagingConfig(#[from] kv_sched::StagingConfigError),
+    /// A hook of host staging was called on an engine without it.
+    #[error("the engine was not told to stage its blocks in host memory")]
+    NotStaged,
     /// The workers' cards do not make an engine.
     #[error(transparent)]
     Cards(#[from] kv_proto::handshake::CardError),

@@ -5,6 +5,8 @@ pub mod error;
 pub mod identity;
 #[cfg(feature = "scheduler")]
 pub mod scheduler;
+#[cfg(feature = "scheduler")]
+pub mod staging;
 #[cfg(feature = "worker")]
 pub mod worker;
 
@@ -19,16 +21,21 @@ pub use kv_proto::{BlockId, BlockLayout, BlockList, Rank, RequestId};
 pub use kv_recovery as recovery;
 #[cfg(feature = "scheduler")]
 pub use kv_sched::{
-    ConsumerStats, HoldId, LoadResult, ProducerStats, Remaining, RequestEnd, Role, SchedConfigError,
-    SchedError, SchedEvent, Verdict,
+    ConsumerStats, DeviceVerdict, HoldId, LoadResult, ProducerStats, Remaining, RequestEnd, Role,
+    SchedConfigError, SchedError, SchedEvent, StagedBlocks, StagingError, StagingEvent, StagingFailure,
+    StagingStats, Verdict,
 };
 #[cfg(feature = "worker")]
 pub use kv_transport as transport;
 #[cfg(feature = "worker")]
 pub use kv_worker::shape;
 #[cfg(feature = "worker")]
+pub use kv_worker::staging::{DeviceCache, StagingLimits};
+#[cfg(feature = "worker")]
 pub use kv_worker::{WorkerError, WorkerStats};
 #[cfg(feature = "scheduler")]
 pub use scheduler::{Finished, SchedulerConnector, SchedulerStats};
+#[cfg(feature = "scheduler")]
+pub use staging::{StagingFigures, StagingSetup};
 #[cfg(feature = "worker")]
 pub use worker::{WorkerConnector, WorkerSetup};

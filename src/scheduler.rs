@@ -6,7 +6,8 @@ use kv_handshake::{Listener, ListenerConfig, ListenerStats};
 use kv_proto::handshake::{EngineCard, WorkerCard};
 use kv_proto::{BlockList, Moment, PeerLocator, RemotePrefill, Report, RequestId, TransferParams};
 use kv_sched::{
-    ConsumerStats, ProducerStats, Remaining, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler, Verdict,
+    ConsumerStats, ProducerStats, Remaining, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler, Staging,
+    Verdict,
 };
 use serde_json::Value;
 
@@ -43,7 +44,8 @@ pub struct SchedulerStats {
 /// which has a thread of its own.
 #[derive(Debug)]
 pub struct SchedulerConnector {
-    scheduler: Scheduler,
+    pub(crate) scheduler: Scheduler,
+    pub(crate) staging: Option<Staging>,
     listener: Listener,
     started: Instant,
 }
@@ -95,10 +97,10 @@ impl SchedulerConnector {
             load_limit: ms(config.load_limit_ms),
             report_grace: ms(config.report_grace_ms),
         })?;
-        Ok(Self { scheduler, listener, started: Instant::now() })
+        Ok(Self { scheduler, staging: None, listener, started: Instant::now() })
     }
 
-    fn now(&self) -> Moment {
+    pub(crate) fn now(&self) -> Moment {
         Moment::from_start(self.started.elapsed())
     }
 
@@ -208,13 +210,15 @@ impl SchedulerConnector {
     /// The plan of this step as bytes, to be carried to every worker; `None` if there is nothing to carry.
     pub fn plan_step(&mut self) -> Result<Option<Vec<u8>>, ConnectorError> {
         let now = self.now();
-        let plan = self.scheduler.plan_step(now);
+        let mut plan = self.scheduler.plan_step(now);
+        plan.copies = self.copies();
         if plan.is_empty() {
             return Ok(None);
         }
         match plan.encode() {
             Ok(bytes) => Ok(Some(bytes)),
             Err(error) => {
+                self.put_back_copies(std::mem::take(&mut plan.copies));
                 self.scheduler.put_back(plan);
                 Err(error.into())
             }
@@ -223,17 +227,18 @@ impl SchedulerConnector {
 
     /// Whether a plan waits, so that an idle engine should make a step.
     pub fn has_plan(&self) -> bool {
-        self.scheduler.has_plan()
+        self.scheduler.has_plan() || self.staging.as_ref().is_some_and(Staging::has_orders)
     }
 
     /// Takes a worker's report, as bytes. What follows from it is among [`SchedulerConnector::events`].
     pub fn take_report(&mut self, report: &[u8]) -> Result<(), ConnectorError> {
-        let report = Report::decode(report)?;
+        let mut report = Report::decode(report)?;
         let ranks = self.scheduler.config().topology.ranks;
         if report.rank.0 >= ranks {
             return Err(ConnectorError::ReportRank { rank: report.rank, ranks });
         }
         let now = self.now();
+        self.copy_news(now, report.rank, std::mem::take(&mut report.copies));
         self.scheduler.take_report(now, report);
         Ok(())
     }
@@ -249,7 +254,9 @@ impl SchedulerConnector {
     /// How long an idle engine may sleep until [`SchedulerConnector::events`] has something to say; `None`: until
     /// something comes in.
     pub fn next_wake(&self) -> Option<std::time::Duration> {
-        self.scheduler.next_deadline().map(|at| at.since(self.now()))
+        let copies = self.staging.as_ref().and_then(Staging::next_deadline);
+        let next = [self.scheduler.next_deadline(), copies].into_iter().flatten().min();
+        next.map(|at| at.since(self.now()))
     }
 
     /// Counters.

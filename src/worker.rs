@@ -14,6 +14,7 @@ use kv_transport::tcp::{TcpConfig, TcpTransport};
 #[cfg(target_os = "linux")]
 use kv_transport::ucx::{UcxConfig, UcxTransport};
 use kv_transport::{Memory, Transport, TransportError};
+use kv_worker::staging::DeviceCache;
 use kv_worker::{Dial, Failure, Worker, WorkerConfig, WorkerLimits, WorkerParts, WorkerStats};
 
 use crate::config::{Config, ConfigError, TRANSPORTS, ms};
@@ -124,6 +125,13 @@ impl WorkerConnector {
     /// Whether its thread runs; see [`Worker::is_running`].
     pub fn is_running(&self) -> bool {
         self.worker.is_running()
+    }
+
+    /// Says that the memories of the setup are a host pool, and that the engine's cache lies on a device; see
+    /// [`Worker::stage`]. To be called before the first plan, on an engine whose scheduler half stages
+    /// ([`SchedulerConnector::stage`](crate::SchedulerConnector::stage)).
+    pub fn stage(&self, cache: DeviceCache) -> Result<(), ConnectorError> {
+        Ok(self.worker.stage(cache)?)
     }
 
     /// Takes the plan of a step.

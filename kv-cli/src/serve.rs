@@ -49,6 +49,13 @@ pub(crate) struct ServeArgs {
     /// Blocks in the pool.
     #[arg(long, default_value_t = 2048)]
     kv_blocks: u32,
+    /// Where the KV cache lies: in host memory, or on a device (made of host memory that no transport sees), from where
+    /// hand-overs go through a pool of host memory.
+    #[arg(long, value_enum, default_value_t = MemoryArg::Host)]
+    memory: MemoryArg,
+    /// Blocks in that pool.
+    #[arg(long, default_value_t = STAGING_BLOCKS, value_parser = clap::value_parser!(u32).range(1..))]
+    staging_blocks: u32,
     /// Most tokens in one step.
     #[arg(long, default_value_t = 512)]
     step_tokens: u32,
@@ -73,6 +80,18 @@ pub(crate) struct ServeArgs {
     /// Claim every read without doing it.
     #[arg(long, hide = true)]
     unmoved: bool,
+}
+
+/// Blocks of a host pool: some requests of the demonstration's at a time.
+pub(crate) const STAGING_BLOCKS: u32 = 256;
+
+/// Where a KV cache lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum MemoryArg {
+    /// In host memory.
+    Host,
+    /// On a device.
+    Device,
 }
 
 /// [`ModelKind`] on the command line.
@@ -159,6 +178,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
         layout: args.cache_layout,
         block_tokens: args.block_tokens,
         blocks: args.kv_blocks,
+        staging_blocks: (args.memory == MemoryArg::Device).then_some(args.staging_blocks),
         step_tokens: args.step_tokens,
         run_ahead: args.async_schedule,
         policy: args.policy,

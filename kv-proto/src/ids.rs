@@ -146,6 +146,12 @@ number_id!(
     "load-"
 );
 number_id!(
+    /// One copy between an engine's device blocks and its host pool, unique within one incarnation of the engine: a counter
+    /// that is never reused.
+    CopyId(u64),
+    "copy-"
+);
+number_id!(
     /// Index of a worker process within its engine, from 0.
     Rank(u32),
     "rank-"

@@ -8,6 +8,7 @@ pub mod ids;
 pub mod layout;
 pub mod message;
 pub mod params;
+pub mod staging;
 pub mod step;
 pub mod time;
 pub mod timers;
@@ -16,9 +17,12 @@ pub mod topology;
 pub use blocks::BlockList;
 pub use codec::CodecError;
 pub use fingerprint::Fingerprint;
-pub use ids::{Attempt, BlockId, EngineId, IdError, Incarnation, LeaseId, LeaseRef, LoadId, Rank, RequestId};
+pub use ids::{
+    Attempt, BlockId, CopyId, EngineId, IdError, Incarnation, LeaseId, LeaseRef, LoadId, Rank, RequestId,
+};
 pub use layout::{BlockLayout, BlockOrder, Dtype, GroupKind, RegionKind, RegionLayout};
 pub use params::{OfferDigest, ParamsError, RemotePrefill, TransferParams, token_digest};
+pub use staging::{CopyError, CopyFailure, CopyGroup, CopyNews, CopyOrder, CopyStats, CopyWay};
 pub use step::{
     ConsumerOrder, GroupBlocks, LeaseEnd, LeaseTerms, LoadFailure, LoadStats, PeerLocator, Plan,
     ProducerOrder, PullEnd, ReleaseReason, Report,

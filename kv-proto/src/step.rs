@@ -9,8 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::blocks::BlockList;
 use crate::codec::{self, CodecError, STEP_MAX_BYTES};
-use crate::ids::{EngineId, Incarnation, LeaseId, LeaseRef, LoadId, Rank};
+use crate::ids::{CopyId, EngineId, Incarnation, LeaseId, LeaseRef, LoadId, Rank};
 use crate::params::OfferDigest;
+use crate::staging::{CopyNews, CopyOrder};
 
 /// How long a lease lives. Durations in milliseconds; they count from when a worker takes the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -182,12 +183,15 @@ pub struct Plan {
     /// Orders about loads, to be taken in this order.
     #[serde(default)]
     pub consumer: Vec<ConsumerOrder>,
+    /// Copies between device blocks and the host pool, to be begun in this order. They depend on no order beside them.
+    #[serde(default)]
+    pub copies: Vec<CopyOrder>,
 }
 
 impl Plan {
     /// Whether it asks for nothing. Such a plan need not be carried.
     pub fn is_empty(&self) -> bool {
-        self.producer.is_empty() && self.consumer.is_empty()
+        self.producer.is_empty() && self.consumer.is_empty() && self.copies.is_empty()
     }
 
     /// As bytes.
@@ -377,17 +381,20 @@ pub struct Report {
     /// Loads that ended.
     #[serde(default)]
     pub loads: Vec<(LoadId, PullEnd)>,
+    /// What became of copies.
+    #[serde(default)]
+    pub copies: Vec<(CopyId, CopyNews)>,
 }
 
 impl Report {
     /// An empty one.
     pub const fn new(rank: Rank) -> Self {
-        Self { rank, leases: Vec::new(), loads: Vec::new() }
+        Self { rank, leases: Vec::new(), loads: Vec::new(), copies: Vec::new() }
     }
 
     /// Whether it says nothing. Such a report need not be carried.
     pub fn is_empty(&self) -> bool {
-        self.leases.is_empty() && self.loads.is_empty()
+        self.leases.is_empty() && self.loads.is_empty() && self.copies.is_empty()
     }
 
     /// As bytes.

@@ -5,15 +5,17 @@
 mod common;
 
 use common::{
-    FAILURES, HELLO_REFUSALS, LEASE_ENDS, LIFE, RELEASES, decode_all, encodings, engine, fingerprint,
+    COPY_FAILURES, FAILURES, HELLO_REFUSALS, LEASE_ENDS, LIFE, RELEASES, decode_all, encodings, engine,
+    fingerprint,
 };
 use kv_proto::handshake::{Answer, EngineCard, HandshakeError, Query, RefusalCode, WorkerCard};
 use kv_proto::message::{BlockDigest, GroupList, WorkerMessage};
 use kv_proto::params::{EXTRA_KEY, PrefixMarks};
 use kv_proto::{
-    Attempt, BlockId, BlockList, CodecError, ConsumerOrder, EngineId, GroupBlocks, Incarnation, LeaseId,
-    LeaseRef, LeaseTerms, LoadId, LoadStats, PROTOCOL_VERSION, PeerLocator, Plan, ProducerOrder, PullEnd,
-    Rank, RemotePrefill, Report, RequestId, Topology, TransferParams,
+    Attempt, BlockId, BlockList, CodecError, ConsumerOrder, CopyGroup, CopyId, CopyNews, CopyOrder,
+    CopyStats, CopyWay, EngineId, GroupBlocks, Incarnation, LeaseId, LeaseRef, LeaseTerms, LoadId, LoadStats,
+    PROTOCOL_VERSION, PeerLocator, Plan, ProducerOrder, PullEnd, Rank, RemotePrefill, Report, RequestId,
+    Topology, TransferParams,
 };
 use proptest::collection::vec;
 use proptest::option;
@@ -108,7 +110,29 @@ fn plan() -> impl Strategy<Value = Plan> {
         }),
         load().prop_map(|load| ConsumerOrder::Cancel { load }),
     ];
-    (vec(producer, 0..5), vec(consumer, 0..5)).prop_map(|(producer, consumer)| Plan { producer, consumer })
+    (vec(producer, 0..5), vec(consumer, 0..5), vec(copy(), 0..3))
+        .prop_map(|(producer, consumer, copies)| Plan { producer, consumer, copies })
+}
+
+fn copy() -> impl Strategy<Value = CopyOrder> {
+    let part = (any::<u32>(), block_list(u32::MAX), block_list(1000));
+    let groups = vec(part.prop_map(|(group, device, host)| CopyGroup { group, device, host }), 0..3);
+    (any::<u64>(), select(&[CopyWay::Save, CopyWay::Restore][..]), groups)
+        .prop_map(|(copy, way, groups)| CopyOrder { copy: CopyId(copy), way, groups })
+}
+
+fn copy_news() -> impl Strategy<Value = (CopyId, CopyNews)> {
+    let news = prop_oneof![
+        any::<[u64; 3]>().prop_map(|[bytes, ranges, copy_us]| CopyNews::Done(CopyStats {
+            bytes,
+            ranges,
+            copy_us
+        })),
+        (select(&COPY_FAILURES[..]), any::<String>())
+            .prop_map(|(reason, detail)| CopyNews::Failed { reason, detail }),
+        Just(CopyNews::Late),
+    ];
+    (any::<u64>().prop_map(CopyId), news)
 }
 
 fn report() -> impl Strategy<Value = Report> {
@@ -120,8 +144,8 @@ fn report() -> impl Strategy<Value = Report> {
         (select(&FAILURES[..]), any::<String>(), any::<u32>())
             .prop_map(|(reason, detail, verified)| PullEnd::Failed { reason, detail, verified }),
     ];
-    (any::<u32>(), vec((lease_id(), end), 0..5), vec((load(), pull), 0..5))
-        .prop_map(|(rank, leases, loads)| Report { rank: Rank(rank), leases, loads })
+    (any::<u32>(), vec((lease_id(), end), 0..5), vec((load(), pull), 0..5), vec(copy_news(), 0..3))
+        .prop_map(|(rank, leases, loads, copies)| Report { rank: Rank(rank), leases, loads, copies })
 }
 
 fn message() -> impl Strategy<Value = WorkerMessage> {
@@ -487,7 +511,7 @@ fn fields_that_an_earlier_version_lacks_take_their_defaults() {
     let plan_of = |body: Value| step_frame("plan", PROTOCOL_VERSION, body);
     let report_of = |body: Value| step_frame("report", PROTOCOL_VERSION, body);
     assert_eq!(Plan::decode(&plan_of(json!({}))), Ok(Plan::default()));
-    let plan = Plan { producer: vec![ProducerOrder::Forget { lease: LeaseId(1) }], consumer: Vec::new() };
+    let plan = Plan { producer: vec![ProducerOrder::Forget { lease: LeaseId(1) }], ..Plan::default() };
     assert_eq!(Plan::decode(&plan_of(json!({"producer": [{"forget": {"lease": 1}}]}))), Ok(plan));
     assert_eq!(Report::decode(&report_of(json!({"rank": 3}))), Ok(Report::new(Rank(3))));
     // What has no default is missed by name.

@@ -11,6 +11,7 @@ use crate::error::SchedError;
 use crate::event::{Finish, HoldId, LoadResult, Remaining, RequestEnd, Role, SchedEvent, Verdict};
 use crate::machine::consumer::{Consumer, ConsumerStats};
 use crate::machine::producer::{Producer, ProducerStats, Prompt};
+use crate::machine::staging::StagedBlocks;
 
 /// Whether new hand-overs are taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -246,6 +247,28 @@ impl Scheduler {
         self.producer
             .finished(now, &self.config, request, end, hands_over, orders)
             .unwrap_or(Finish { verdict: Verdict::Free, params: None })
+    }
+
+    /// What the end of a request would hand over, by group, of blocks in a pool of so many: what an engine with
+    /// [staging](crate::Staging) copies to its host pool before it ends the request with the blocks there. Empty if that is
+    /// nothing. Changes nothing.
+    pub fn to_hand_over(&self, request: &RequestId, end: &RequestEnd, blocks: u32) -> Vec<StagedBlocks> {
+        let config = SchedConfig { blocks, ..self.config.clone() };
+        self.producer.to_hand_over(&config, request, end)
+    }
+
+    /// Which of the request's blocks a load would fill, by group, of blocks in a pool of so many; `blocks` are the request's
+    /// from the start of the sequence. What an engine with [staging](crate::Staging) needs host blocks for before it calls
+    /// [`Scheduler::blocks_allocated`] with those. Empty if nothing remote is left. Changes nothing.
+    pub fn to_load(
+        &self,
+        request: &RequestId,
+        local_tokens: u32,
+        blocks: &[BlockList],
+        pool: u32,
+    ) -> Result<Vec<StagedBlocks>, SchedError> {
+        let config = SchedConfig { blocks: pool, ..self.config.clone() };
+        self.consumer.to_load(&config, request, local_tokens, blocks)
     }
 
     /// A request lost its blocks and will be scheduled anew: it was preempted, or its cache was reset. Not its end.

@@ -11,6 +11,8 @@ mod chart;
 mod consumer;
 #[path = "tables/producer.rs"]
 mod producer;
+#[path = "tables/staging.rs"]
+mod staging;
 #[path = "tables/words.rs"]
 mod words;
 
@@ -27,4 +29,9 @@ fn the_table_of_a_consumers_request_is_what_it_does() {
 #[test]
 fn the_table_of_a_load_is_what_it_does() {
     consumer::load().check();
+}
+
+#[test]
+fn the_table_of_host_staging_is_what_it_does() {
+    staging::chart().check();
 }

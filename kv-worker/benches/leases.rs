@@ -110,7 +110,11 @@ fn lend(lease: u64) -> [ProducerOrder; 2] {
 }
 
 fn plan(producer: impl IntoIterator<Item = ProducerOrder>) -> Fact {
-    Fact::PlanTaken(Plan { producer: producer.into_iter().collect(), consumer: Vec::new() })
+    Fact::PlanTaken(Plan {
+        producer: producer.into_iter().collect(),
+        consumer: Vec::new(),
+        ..Plan::default()
+    })
 }
 
 /// P's worker with so many leases alive, each wanted by one of so many consumers.
@@ -151,7 +155,7 @@ fn consumer(leases: u64) -> WorkerMachine {
         offer: offer(lease),
         peer: peer(),
     };
-    let orders = Plan { producer: Vec::new(), consumer: (0..leases).map(track).collect() };
+    let orders = Plan { producer: Vec::new(), consumer: (0..leases).map(track).collect(), ..Plan::default() };
     take(&mut m, NOW, Fact::PlanTaken(orders));
     m
 }

@@ -74,6 +74,7 @@ impl Shared {
         let mut report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
         old.leases.append(&mut report.leases);
         old.loads.append(&mut report.loads);
+        old.copies.append(&mut report.copies);
         *report = old;
     }
 
@@ -83,6 +84,11 @@ impl Shared {
 
     fn publish(&self, new: Report, stats: WorkerStats) {
         *self.stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
+        self.add(new);
+    }
+
+    /// Adds to the report that waits.
+    pub(crate) fn add(&self, new: Report) {
         if new.is_empty() {
             return;
         }
@@ -91,6 +97,7 @@ impl Shared {
             let first = report.is_empty();
             report.leases.extend(new.leases);
             report.loads.extend(new.loads);
+            report.copies.extend(new.copies);
             first
         };
         if first {

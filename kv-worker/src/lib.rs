@@ -7,6 +7,7 @@ pub mod machine;
 pub mod portions;
 mod self_check;
 pub mod shape;
+pub mod staging;
 pub mod worker;
 
 pub use config::{WorkerConfig, WorkerConfigError, WorkerLimits};

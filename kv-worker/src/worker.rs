@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use kv_proto::handshake::{CardError, TransportCard, WorkerCard, check_heads};
 use kv_proto::layout::LayoutError;
-use kv_proto::{BlockLayout, CodecError, Fingerprint, Plan, Report};
+use kv_proto::{
+    BlockLayout, CodecError, CopyFailure, CopyId, CopyNews, CopyOrder, Fingerprint, Plan, Report,
+};
 use kv_transport::{Memory, Transport, TransportError};
 use thiserror::Error;
 use tokio::sync::mpsc;
@@ -17,6 +19,7 @@ use crate::driver::{Command, Dial, Driver, Shared};
 use crate::machine::pulls::LocalMemory;
 use crate::machine::worker::{WorkerMachine, WorkerStats};
 use crate::self_check::SelfCheck;
+use crate::staging::{DeviceCache, HostPool, Slot, Stager, StagerError, StagerStats};
 
 /// How long dropping a [`Worker`] waits for its thread.
 const DROP_LIMIT: Duration = Duration::from_secs(2);
@@ -59,6 +62,10 @@ pub enum WorkerError {
         /// The transport's words.
         source: TransportError,
     },
+    // The engine's cache does not fit its host pool.
+    /// Copies between the cache on the device and the registered memory cannot be made.
+    #[error(transparent)]
+    Stager(#[from] StagerError),
     /// The driver's thread has ended: shut down, or its transport closed.
     #[error("the worker has ended")]
     Ended,
@@ -78,7 +85,7 @@ pub struct WorkerParts {
     pub transport: Arc<dyn Transport>,
     /// Who shakes hands.
     pub dialler: Arc<dyn Dial>,
-    /// Called on the driver's thread when a report begins to wait, so that an idle engine can make a step. Must
+    /// Called on a thread of the worker's when a report begins to wait, so that an idle engine can make a step. Must
     /// not block.
     pub on_report: Box<dyn Fn() + Send + Sync>,
 }
@@ -89,6 +96,8 @@ pub struct WorkerParts {
 /// also when the engine makes no step. Dropping it shuts it down, within two seconds.
 pub struct Worker {
     card: WorkerCard,
+    memories: Vec<Memory>,
+    staging: Slot,
     commands: mpsc::UnboundedSender<Command>,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -112,6 +121,7 @@ impl Worker {
         let mut regions = Vec::with_capacity(memories.len());
         let mut keys = Vec::with_capacity(memories.len());
         let digester = Arc::new(Digester::new(layout.clone(), memories.clone()));
+        let kept = memories.clone();
         for (index, memory) in memories.into_iter().enumerate() {
             let register = |source| WorkerError::Register { index, source };
             let region = transport.register(memory).map_err(register)?;
@@ -155,7 +165,23 @@ impl Worker {
                 let _ = end.send(());
             })
             .map_err(|e| WorkerError::Thread { kind: e.kind() })?;
-        Ok(Self { card, commands, shared, thread: Some(thread), done })
+        let staging = Slot::default();
+        Ok(Self { card, memories: kept, staging, commands, shared, thread: Some(thread), done })
+    }
+
+    /// Says that the registered memory is a host pool for the engine's cache on a device, and starts the thread that makes
+    /// the copies which plans order. To be called once, before the first plan.
+    pub fn stage(&self, cache: DeviceCache) -> Result<(), WorkerError> {
+        let (rank, shared) = (self.card.rank, Arc::clone(&self.shared));
+        let host = HostPool { layout: self.card.layout.clone(), memories: self.memories.clone() };
+        let tell = move |copies| shared.add(Report { copies, ..Report::new(rank) });
+        self.staging.put(Stager::start(cache, host, Box::new(tell))?);
+        Ok(())
+    }
+
+    /// Counters of copies between the cache and the host pool; zero without them.
+    pub fn staging_stats(&self) -> StagerStats {
+        self.staging.stats()
     }
 
     /// What this worker publishes about itself, for the engine to carry to its scheduler half.
@@ -171,8 +197,21 @@ impl Worker {
 
     /// Takes a plan, as the scheduler half encoded it. Never blocks.
     pub fn begin_step(&self, plan: &[u8]) -> Result<(), WorkerError> {
-        let plan = Plan::decode(plan)?;
+        let mut plan = Plan::decode(plan)?;
+        self.copy(std::mem::take(&mut plan.copies));
         self.commands.send(Command::Plan(plan)).map_err(|_| WorkerError::Ended)
+    }
+
+    /// Has copies made, or says that they cannot be.
+    fn copy(&self, orders: Vec<CopyOrder>) {
+        let ids: Vec<CopyId> = orders.iter().map(|order| order.copy).collect();
+        if ids.is_empty() || self.staging.order(orders) {
+            return;
+        }
+        let detail = "the worker was not told of a cache on a device".to_owned();
+        let failed = CopyNews::Failed { reason: CopyFailure::NoDevice, detail };
+        let copies = ids.into_iter().map(|copy| (copy, failed.clone())).collect();
+        self.shared.add(Report { copies, ..Report::new(self.card.rank) });
     }
 
     /// What ended since the last call, for the scheduler half; `None` if nothing did. Never blocks.

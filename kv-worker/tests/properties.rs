@@ -85,7 +85,7 @@ fn fact() -> impl Strategy<Value = Fact> {
     let plan = (prop::collection::vec(producer_order(), 0..3), prop::collection::vec(consumer_order(), 0..3));
     let failure = |reason| Failure::new(reason, "made up");
     prop_oneof![
-        6 => plan.prop_map(|(producer, consumer)| Fact::PlanTaken(Plan { producer, consumer })),
+        6 => plan.prop_map(|(producer, consumer)| Fact::PlanTaken(Plan { producer, consumer, ..Plan::default() })),
         3 => (1..3u64, any::<bool>()).prop_map(move |(n, ok)| Fact::HandshakeEnded {
             key: SourceKey::first(peer(n)),
             result: if ok { Ok(card(n)) } else { Err(failure(LoadFailure::HandshakeRefused)) },
@@ -112,7 +112,8 @@ fn step() -> impl Strategy<Value = Step> {
 /// A consumer that behaves, mixed in so that the interesting states are reached often.
 fn course() -> impl Strategy<Value = Vec<Step>> {
     (1..3u64, 0..3u64, 0..5u64, any::<bool>()).prop_map(|(n, lease, link, confirm)| {
-        let plan = |consumer| Step::Fact(Fact::PlanTaken(Plan { producer: vec![], consumer }));
+        let plan =
+            |consumer| Step::Fact(Fact::PlanTaken(Plan { producer: vec![], consumer, ..Plan::default() }));
         let hear = |message| Step::Fact(Fact::MessageArrived { link: dialled(link), message: Ok(message) });
         let mut steps = vec![
             plan(vec![load(n, lease, link + 2)]),
@@ -136,7 +137,7 @@ fn visit() -> impl Strategy<Value = Vec<Step>> {
         vec![
             Step::Accept,
             hear(hello(n, US)),
-            Step::Fact(Fact::PlanTaken(Plan { producer, consumer: vec![] })),
+            Step::Fact(Fact::PlanTaken(Plan { producer, consumer: vec![], ..Plan::default() })),
             hear(read_done(lease, attempt)),
         ]
     })
@@ -294,7 +295,7 @@ impl Judge {
             }
         }
         consumer.extend((0..12).map(cancel));
-        self.apply(Step::Fact(Fact::PlanTaken(Plan { producer, consumer })));
+        self.apply(Step::Fact(Fact::PlanTaken(Plan { producer, consumer, ..Plan::default() })));
         for _ in 0..1_000 {
             for load in self.reading.clone() {
                 let result = Err(Failure::new(LoadFailure::Cancelled, ""));

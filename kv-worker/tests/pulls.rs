@@ -138,7 +138,7 @@ fn each_block_is_read_to_its_partner() {
     let order =
         ConsumerOrder::Load { load: LoadId(2), lease, offer: OFFER, peer, groups: groups(&[3, 0], &[1, 6]) };
     let mut out = Vec::new();
-    let plan = kv_proto::Plan { producer: vec![], consumer: vec![order] };
+    let plan = kv_proto::Plan { producer: vec![], consumer: vec![order], ..kv_proto::Plan::default() };
     rig.m.take(at(1), Fact::PlanTaken(plan), &mut out);
     let [Decision::Read { parts, .. }] = &out[..] else { panic!("{out:?}") };
     let got: Vec<_> = parts[0].ranges.iter().map(|r| (r.remote_offset, r.local_offset, r.len)).collect();

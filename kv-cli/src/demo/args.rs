@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use kv_connector::recovery::Policy;
 use kv_testkit::engine::cache_layout::CacheLayout;
 
-use crate::serve::KindArg;
+use crate::serve::{KindArg, MemoryArg, STAGING_BLOCKS};
 
 /// When clients go away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -87,6 +87,16 @@ pub(crate) struct DemoArgs {
     /// Tokens in a block of the decode engine.
     #[arg(long, default_value_t = 16, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) decode_block: u32,
+    /// Where the prefill engine's KV cache lies: in host memory, or on a device (made of host memory that no transport sees),
+    /// from where hand-overs go through a pool of host memory.
+    #[arg(long, value_enum, default_value_t = MemoryArg::Host)]
+    pub(crate) prefill_memory: MemoryArg,
+    /// Where the decode engine's does.
+    #[arg(long, value_enum, default_value_t = MemoryArg::Host)]
+    pub(crate) decode_memory: MemoryArg,
+    /// Blocks in such a pool; a small one makes requests wait for room.
+    #[arg(long, default_value_t = STAGING_BLOCKS, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) staging_blocks: u32,
     /// Attention of the tiny model: grouped-query (gqa), one latent for all heads that every rank holds (mla), or
     /// grouped-query with every other layer's attention in a sliding window (hybrid).
     #[arg(long, default_value = "gqa", conflicts_with = "model")]

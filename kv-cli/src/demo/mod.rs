@@ -6,6 +6,7 @@ mod client;
 mod prompts;
 mod report;
 mod stage;
+mod staging;
 mod strike;
 
 use std::collections::BTreeMap;
@@ -172,7 +173,9 @@ async fn settle(stage: &Stage) -> Figures {
             former: stage.former().to_vec(),
             ended: Vec::new(),
         };
-        let idle = |v: &Value| v["blocks_held"] == 0 && v["unfinished"] == 0;
+        // Without a host pool there is nothing to be held in it.
+        let none_staged = |v: &Value| v.pointer("/staging/records").is_none_or(|records| records == 0);
+        let idle = |v: &Value| v["blocks_held"] == 0 && v["unfinished"] == 0 && none_staged(v);
         let done = figures.producer.as_ref().is_none_or(idle) && idle(&figures.consumer);
         if done || Instant::now() >= until {
             return figures;

@@ -12,6 +12,7 @@ use kv_connector::recovery::Policy;
 
 use super::args::{AbortMode, FaultMode};
 use super::client::{Ending, Seen, Wish};
+use super::staging;
 
 /// What an engine's error says of a load that failed.
 const LOAD_FAILED: &str = "could not be loaded";
@@ -132,6 +133,11 @@ impl Outcome {
         figures["blocks_held"].as_u64().unwrap_or(u64::MAX)
     }
 
+    /// What host pools hold in the end.
+    fn staged_in_the_end(&self) -> [u64; 2] {
+        [self.figures.producer.as_ref().map_or(0, staging::held), staging::held(&self.figures.consumer)]
+    }
+
     /// Blocks held in the end. An engine that was killed for good holds nothing.
     fn held_in_the_end(&self) -> [u64; 2] {
         [self.figures.producer.as_ref().map_or(0, Self::held), Self::held(&self.figures.consumer)]
@@ -152,6 +158,7 @@ impl Outcome {
             && if faulty { self.has_struck() } else { self.is_calm() }
             && self.figures.ended.is_empty()
             && self.held_in_the_end() == [0, 0]
+            && self.staged_in_the_end() == [0, 0]
     }
 
     /// Errors that say what failed.
@@ -209,6 +216,7 @@ impl Outcome {
                 "producer": held(held_p),
                 "consumer": held(held_d),
             },
+            "staging": staging::figures(self.figures.producer(), &self.figures.consumer),
             "leases": {
                 "granted": leases["granted"],
                 "confirmed": leases["confirmed"],
@@ -329,6 +337,7 @@ impl Outcome {
                 n("/blocks_held/producer"),
                 n("/blocks_held/consumer")
             ),
+            staging::line(&json["staging"]),
             if self.fault == FaultMode::None {
                 String::new()
             } else {

@@ -13,6 +13,7 @@ use super::args::{DemoArgs, FaultMode};
 use super::children::Running;
 use super::{LEASE_TTL, prompts};
 use crate::error::Failure;
+use crate::serve::MemoryArg;
 
 /// How long the router sends again what a decode engine had in hand when it was gone.
 const RESEND_FOR_S: u64 = 60;
@@ -46,11 +47,12 @@ struct Build {
     layout: CacheLayout,
     block_tokens: u32,
     blocks: u32,
+    memory: MemoryArg,
 }
 
 /// Arguments of an engine.
 fn engine(args: &DemoArgs, build: &Build) -> Vec<String> {
-    let Build { ranks, layout, block_tokens, blocks } = build;
+    let Build { ranks, layout, block_tokens, blocks, memory } = build;
     let mut all = vec!["serve".to_owned()];
     for (option, value) in [
         ("--ranks", ranks.to_string()),
@@ -66,6 +68,10 @@ fn engine(args: &DemoArgs, build: &Build) -> Vec<String> {
         let kind = args.model_kind.to_possible_value().map(|v| v.get_name().to_owned()).unwrap_or_default();
         all.extend(["--model-kind".to_owned(), kind, "--kv-heads".to_owned(), args.heads().to_string()]);
     }
+    if *memory == MemoryArg::Device {
+        all.extend(["--memory", "device", "--staging-blocks"].map(str::to_owned));
+        all.push(args.staging_blocks.to_string());
+    }
     if args.async_schedule {
         all.push("--async-schedule".to_owned());
     }
@@ -75,8 +81,8 @@ fn engine(args: &DemoArgs, build: &Build) -> Vec<String> {
 /// The reference: one engine that stands alone, on one rank and in the usual layout, whatever the others are.
 pub(crate) fn reference(args: &DemoArgs) -> Result<Running, Failure> {
     let block_tokens = prompts::BLOCK_TOKENS as u32;
-    let mut arguments =
-        engine(args, &Build { ranks: 1, layout: CacheLayout::default(), block_tokens, blocks: 2048 });
+    let (layout, memory) = (CacheLayout::default(), MemoryArg::Host);
+    let mut arguments = engine(args, &Build { ranks: 1, layout, block_tokens, blocks: 2048, memory });
     arguments.push("--alone".to_owned());
     Running::start("the reference engine", &arguments)
 }
@@ -156,6 +162,7 @@ impl Stage {
                 layout: args.prefill_layout,
                 block_tokens: args.prefill_block,
                 blocks: 2048,
+                memory: args.prefill_memory,
             },
         );
         let mut d = engine(
@@ -165,6 +172,7 @@ impl Stage {
                 layout: args.decode_layout,
                 block_tokens: args.decode_block,
                 blocks: args.kv_blocks,
+                memory: args.decode_memory,
             },
         );
         d.extend(["--policy".to_owned(), args.policy.name().to_owned()]);

@@ -6,10 +6,11 @@ use kv_proto::handshake::{
 use kv_proto::message::{BlockDigest, GroupList, HelloRefusal, WorkerMessage};
 use kv_proto::params::PrefixMarks;
 use kv_proto::{
-    Attempt, BlockId, BlockLayout, BlockOrder, ConsumerOrder, Dtype, EngineId, Fingerprint, GroupBlocks,
-    Incarnation, LeaseEnd, LeaseId, LeaseRef, LeaseTerms, LoadFailure, LoadId, LoadStats, PROTOCOL_VERSION,
-    PeerLocator, Plan, ProducerOrder, PullEnd, Rank, RegionKind, RegionLayout, ReleaseReason, RemotePrefill,
-    Report, RequestId, Topology, TransferParams, token_digest,
+    Attempt, BlockId, BlockLayout, BlockOrder, ConsumerOrder, CopyFailure, CopyGroup, CopyId, CopyNews,
+    CopyOrder, CopyStats, CopyWay, Dtype, EngineId, Fingerprint, GroupBlocks, Incarnation, LeaseEnd, LeaseId,
+    LeaseRef, LeaseTerms, LoadFailure, LoadId, LoadStats, PROTOCOL_VERSION, PeerLocator, Plan, ProducerOrder,
+    PullEnd, Rank, RegionKind, RegionLayout, ReleaseReason, RemotePrefill, Report, RequestId, Topology,
+    TransferParams, token_digest,
 };
 use serde_json::{Map, json};
 
@@ -162,8 +163,32 @@ pub(crate) fn plan() -> Plan {
             ProducerOrder::Revoke { lease: LeaseId(7) },
         ],
         consumer,
+        copies: vec![
+            copy(1, CopyWay::Save, &[(0, &[4, 5, 6, 9], &[0, 1, 2, 3])]),
+            copy(2, CopyWay::Restore, &[(0, &[70, 71], &[8, 7]), (1, &[3], &[4])]),
+        ],
     }
 }
+
+fn copy(id: u64, way: CopyWay, groups: &[(u32, &[u32], &[u32])]) -> CopyOrder {
+    let list = |ids: &[u32]| ids.iter().copied().map(BlockId).collect();
+    let part = |(group, device, host): &(u32, &[u32], &[u32])| CopyGroup {
+        group: *group,
+        device: list(device),
+        host: list(host),
+    };
+    CopyOrder { copy: CopyId(id), way, groups: groups.iter().map(part).collect() }
+}
+
+/// Every reason for which a copy fails.
+pub(crate) const COPY_FAILURES: [CopyFailure; 6] = [
+    CopyFailure::BadBlocks,
+    CopyFailure::NoDevice,
+    CopyFailure::NotBegun,
+    CopyFailure::Device,
+    CopyFailure::Closed,
+    CopyFailure::Other,
+];
 
 /// A report with every outcome.
 pub(crate) fn report() -> Report {
@@ -176,7 +201,10 @@ pub(crate) fn report() -> Report {
             PullEnd::Failed { reason, detail: format!("p-0: {}", reason.name()), verified: i as u32 },
         ));
     }
-    Report { rank: Rank(1), leases: (0..).map(LeaseId).zip(ends).collect(), loads }
+    let done = CopyNews::Done(CopyStats { bytes: 1 << 31, ranges: 64, copy_us: 900 });
+    let failed = COPY_FAILURES.map(|reason| CopyNews::Failed { reason, detail: reason.name().to_owned() });
+    let copies = (1..).map(CopyId).zip([done, CopyNews::Late].into_iter().chain(failed)).collect();
+    Report { rank: Rank(1), leases: (0..).map(LeaseId).zip(ends).collect(), loads, copies }
 }
 
 fn region(kind: RegionKind, base: u64) -> RegionLayout {

@@ -5,3 +5,4 @@
 
 pub mod consumer;
 pub mod producer;
+pub mod staging;

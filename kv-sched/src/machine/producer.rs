@@ -17,6 +17,7 @@ use serde_json::{Map, Value};
 
 use crate::config::SchedConfig;
 use crate::event::{Finish, HoldId, RequestEnd, SchedEvent, Verdict};
+use crate::machine::staging::StagedBlocks;
 
 /// What is remembered of a prompt.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -192,6 +193,24 @@ impl Producer {
         let held = Held { request: request.clone(), blocks, ended: BTreeMap::new(), overdue_at };
         self.held.insert(lease, held);
         Some(Finish { verdict: Verdict::Hold(HoldId::Lease(lease)), params: Some(params) })
+    }
+
+    /// What a request would hand over if it ended so now, by group. Empty if that is nothing, or if the request is not one of
+    /// this machine's.
+    pub fn to_hand_over(
+        &self,
+        config: &SchedConfig,
+        request: &RequestId,
+        end: &RequestEnd,
+    ) -> Vec<StagedBlocks> {
+        let (Some(computing), RequestEnd::Complete { computed_tokens, blocks }) =
+            (self.computing.get(request), end)
+        else {
+            return Vec::new();
+        };
+        let handed = hand_over(config, computing.prompt.tokens, *computed_tokens, blocks).unwrap_or_default();
+        let both = handed.blocks.into_iter().zip(handed.firsts);
+        both.map(|(blocks, first)| StagedBlocks { first, blocks }).collect()
     }
 
     fn params(

@@ -176,11 +176,11 @@ pub(crate) fn load_to(
 }
 
 pub(crate) fn consumer(orders: &[ConsumerOrder]) -> Plan {
-    Plan { producer: vec![], consumer: orders.to_vec() }
+    Plan { producer: vec![], consumer: orders.to_vec(), ..Plan::default() }
 }
 
 pub(crate) fn producer(orders: &[ProducerOrder]) -> Plan {
-    Plan { producer: orders.to_vec(), consumer: vec![] }
+    Plan { producer: orders.to_vec(), consumer: vec![], ..Plan::default() }
 }
 
 pub(crate) fn lease_report(rank: u32, lease: u64, end: LeaseEnd) -> Report {

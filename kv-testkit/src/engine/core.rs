@@ -4,16 +4,20 @@
 //! [`Core::next_step`] gives an order for the workers, [`Core::step_done`] takes what they answered.
 
 mod loading;
+mod staged;
 mod tables;
 
 use std::collections::{BTreeMap, VecDeque};
 
 use kv_connector::recovery::Policy;
-use kv_connector::{HoldId, RequestEnd, RequestId, Role, SchedEvent, SchedulerConnector, Verdict};
+use kv_connector::{
+    HoldId, RequestEnd, RequestId, Role, SchedEvent, SchedulerConnector, StagedBlocks, Verdict,
+};
 use kv_proto::{BlockId, GroupKind};
 use serde_bytes::ByteBuf;
 use serde_json::Value;
 
+pub(super) use self::staged::Staged;
 use self::tables::Cut;
 pub(super) use self::tables::Tables;
 use super::model::Tokenizer;
@@ -108,6 +112,7 @@ pub struct Core {
     short_of_blocks: bool,
     happenings: Vec<(u64, Happening)>,
     recovering: Recovering,
+    copies: staged::Copies,
     stats: CoreStats,
 }
 
@@ -134,6 +139,7 @@ impl Core {
             nudged: false,
             short_of_blocks: false,
             happenings: Vec::new(),
+            copies: staged::Copies::default(),
             stats: CoreStats::default(),
         }
     }
@@ -415,6 +421,10 @@ impl Core {
         let lists = blocks.lists();
         request.blocks = blocks;
         request.usage.cached_tokens = local;
+        if self.stage_load(number, local, remote) {
+            return;
+        }
+        let Some(request) = self.requests.get_mut(&number) else { return };
         if let Some(connector) = &mut self.connector
             && request.role == Role::Consumer
             && let Err(error) = connector.blocks_allocated(&request.ask.id, local, remote, &lists)
@@ -489,6 +499,13 @@ impl Core {
 
     /// A request ends; its blocks go wherever the connector says.
     fn finish(&mut self, number: u64, complete: bool) {
+        if !complete || !self.save(number) {
+            self.end(number, complete, None);
+        }
+    }
+
+    /// A request ends; `saved` is where it was copied to in the host pool.
+    fn end(&mut self, number: u64, complete: bool, saved: Option<&[StagedBlocks]>) {
         let Some(mut request) = self.requests.remove(&number) else { return };
         self.numbers.remove(&request.ask.id);
         if request.producer.is_some() {
@@ -497,11 +514,7 @@ impl Core {
         self.waiting.retain(|n| *n != number);
         self.running.retain(|n| *n != number);
         self.ended.push(number);
-        let end = if complete {
-            RequestEnd::Complete { computed_tokens: request.computed, blocks: request.blocks.lists() }
-        } else {
-            RequestEnd::Aborted
-        };
+        let end = if complete { self.end_of(&request, saved) } else { RequestEnd::Aborted };
         let mut params: Option<Value> = None;
         let mut verdict = Verdict::Free;
         if let Some(connector) = &mut self.connector {
@@ -509,10 +522,7 @@ impl Core {
             params = finished.params;
             verdict = finished.verdict;
         }
-        match verdict {
-            Verdict::Free => self.release(request.blocks.take()),
-            Verdict::Hold(hold) => self.hold(hold, request.blocks.take()),
-        }
+        self.give_up(&mut request, verdict);
         if complete {
             let mut usage = request.usage;
             usage.completion_tokens = request.output.len() as u32;
@@ -541,11 +551,7 @@ impl Core {
                         self.load_ended(number, result);
                     }
                 }
-                SchedEvent::BlocksReleased { hold, .. } => {
-                    if let Some(blocks) = self.held.remove(&hold) {
-                        self.release(blocks);
-                    }
-                }
+                SchedEvent::BlocksReleased { hold, .. } => self.hold_over(hold),
                 SchedEvent::Drained { left } if left.is_empty() => tracing::info!("drained"),
                 SchedEvent::Drained { left } => tracing::warn!(?left, "the drain's limit is over"),
                 SchedEvent::WorkersSilent { hold, missing } => {
@@ -553,5 +559,6 @@ impl Core {
                 }
             }
         }
+        self.hear_copies();
     }
 }

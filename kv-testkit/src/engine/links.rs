@@ -72,6 +72,7 @@ pub(super) fn spawn_workers(
             layout: options.layout,
             block_tokens: options.block_tokens,
             blocks: options.blocks,
+            staging_blocks: options.staging_blocks,
             connector: options.connector.clone().zip(identity.cloned()),
             gather_socket: gather.to_string_lossy().into_owned(),
             unmoved: options.unmoved,

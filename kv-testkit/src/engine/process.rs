@@ -6,7 +6,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 
 use kv_connector::recovery::Policy;
-use kv_connector::{Config, ConnectorError, EngineIdentity, RequestId, SchedulerConnector};
+use kv_connector::{Config, ConnectorError, EngineIdentity, RequestId, SchedulerConnector, StagingSetup};
 use serde_json::Value;
 use thiserror::Error;
 use tokio::sync::{mpsc, oneshot};
@@ -31,6 +31,9 @@ pub struct EngineOptions {
     pub block_tokens: u32,
     /// Blocks in the pool.
     pub blocks: u32,
+    /// Blocks in a pool of host memory through which hand-overs go, the cache being on a device (one that is made of host
+    /// memory that no transport sees); `None`: the cache is in host memory.
+    pub staging_blocks: Option<u32>,
     /// Most tokens in one step.
     pub step_tokens: u32,
     /// Schedule one step ahead.
@@ -214,6 +217,7 @@ impl Engine {
             ("ranks", options.ranks),
             ("block_tokens", options.block_tokens),
             ("blocks", options.blocks),
+            ("staging_blocks", options.staging_blocks.unwrap_or(1)),
             ("step_tokens", options.step_tokens),
         ] {
             if value == 0 {
@@ -308,7 +312,13 @@ fn start_connector(
     inputs: &Sender<Input>,
 ) -> Result<Option<SchedulerConnector>, EngineError> {
     let connector = match (&options.connector, identity) {
-        (Some(config), Some(identity)) => Some(SchedulerConnector::start(config, identity, &ready.cards)?),
+        (Some(config), Some(identity)) => {
+            let mut connector = SchedulerConnector::start(config, identity, &ready.cards)?;
+            if options.staging_blocks.is_some() {
+                connector.stage(StagingSetup::new(options.blocks))?;
+            }
+            Some(connector)
+        }
         _ => None,
     };
     for (rank, link) in links.iter().enumerate() {

@@ -5,7 +5,7 @@ use kv_proto::{LoadFailure, LoadStats, PeerLocator};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::core::Tables;
+use super::core::{Staged, Tables};
 
 /// What a client asks for.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,6 +31,8 @@ pub enum Stage {
     Loading,
     /// In the batch.
     Running,
+    /// Finished, and its blocks are on their way to the host pool.
+    Saving,
 }
 
 /// Figures of one request.
@@ -113,6 +115,8 @@ pub(super) struct Request {
     pub(super) usage: Usage,
     /// Tokens that its load was to bring.
     pub(super) loading: u32,
+    /// What it has to do with the host pool.
+    pub(super) staged: Staged,
     /// Where its prompt was computed.
     pub(super) producer: Option<PeerLocator>,
 }
@@ -132,6 +136,7 @@ impl Request {
             epoch: 0,
             usage,
             loading: 0,
+            staged: Staged::No,
             producer: None,
         }
     }

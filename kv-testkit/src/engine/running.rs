@@ -5,6 +5,7 @@ use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
+use kv_connector::SchedulerConnector;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
@@ -220,6 +221,7 @@ impl Running {
             },
             "blocks": pool.size(),
             "blocks_held": pool.held(),
+            "staging": self.core.connector().and_then(SchedulerConnector::staging_figures),
             "connector": connector,
             "workers": {
                 "lapsed": sum(|c| c.lapsed),

@@ -3,10 +3,11 @@
 use kv_proto::{BlockLayout, Dtype, GroupKind, RegionKind, RegionLayout};
 #[cfg(target_os = "linux")]
 use kv_transport::Pages;
-use kv_transport::{Memory, MemoryError};
+use kv_transport::{Device, Memory, MemoryError};
 
 use super::cache_layout::CacheLayout;
 use super::model::{KvStore, ModelConfig};
+use crate::device::HostDevice;
 
 /// Bytes of a number.
 const NUMBER: usize = 4;
@@ -24,8 +25,22 @@ pub struct CacheSpec<'a> {
     pub block_tokens: u32,
     /// Blocks in the pool.
     pub blocks: u32,
-    /// In memory that other processes of this host can map.
-    pub shared: bool,
+    /// In which memory.
+    pub place: CachePlace<'a>,
+}
+
+/// In which memory a cache lies.
+#[derive(Debug, Clone, Copy)]
+pub enum CachePlace<'a> {
+    /// The host's.
+    Host {
+        /// Other processes of this host can map it.
+        shared: bool,
+    },
+    /// A device's.
+    Device(&'a HostDevice),
+    /// The host's, pinned for a device: a pool through which blocks pass.
+    Pinned(&'a HostDevice),
 }
 
 /// What the cache holds of a model's block groups.
@@ -44,6 +59,8 @@ pub fn group_kinds(model: &ModelConfig) -> Vec<GroupKind> {
 #[derive(Debug)]
 pub struct MemoryStore {
     memory: Memory,
+    /// The device that has it.
+    device: Option<HostDevice>,
     layout: BlockLayout,
     heads: usize,
     /// Numbers of one head of one token: of its keys, and of its values.
@@ -61,8 +78,8 @@ impl MemoryStore {
         block_tokens: u32,
         blocks: u32,
     ) -> Result<Self, MemoryError> {
-        let layout = CacheLayout::default();
-        Self::build(CacheSpec { model, heads, layout, block_tokens, blocks, shared: false })
+        let (layout, place) = (CacheLayout::default(), CachePlace::Host { shared: false });
+        Self::build(CacheSpec { model, heads, layout, block_tokens, blocks, place })
     }
 
     /// Allocates a cache.
@@ -73,7 +90,7 @@ impl MemoryStore {
             layout: CacheLayout { order, apart, rows },
             block_tokens,
             blocks,
-            shared,
+            place,
         } = spec;
         let sizes = model.cache_sizes();
         let parts = if apart {
@@ -114,8 +131,12 @@ impl MemoryStore {
         let groups = group_kinds(model);
         let layout = BlockLayout { block_tokens, blocks, kernel_tokens: 0, order, groups, regions };
         let bytes = usize::try_from(row.saturating_mul(u64::from(blocks))).unwrap_or(usize::MAX);
-        let memory = allocate(bytes, shared)?;
-        Ok(Self { memory, layout, heads, sizes, parts: parts.len(), scratch: Vec::new() })
+        let (memory, device) = match place {
+            CachePlace::Host { shared } => (allocate(bytes, shared)?, None),
+            CachePlace::Device(device) => (device.allocate(bytes)?, Some(device.clone())),
+            CachePlace::Pinned(device) => (device.allocate_pinned(bytes)?, None),
+        };
+        Ok(Self { memory, device, layout, heads, sizes, parts: parts.len(), scratch: Vec::new() })
     }
 
     /// Where the blocks lie.
@@ -126,6 +147,28 @@ impl MemoryStore {
     /// The memory, to be registered with a transport.
     pub fn memory(&self) -> Memory {
         self.memory.clone()
+    }
+
+    /// Writes bytes as a kernel does: past the queue of copies.
+    fn put(&self, at: u64, bytes: &[u8]) -> Result<(), MemoryError> {
+        match &self.device {
+            Some(device) if device.poke(self.memory.place().address + at, bytes) => Ok(()),
+            Some(_) => Err(self.beyond(at, bytes.len())),
+            None => self.memory.write(at, bytes),
+        }
+    }
+
+    /// Reads bytes as a kernel does.
+    fn get(&self, at: u64, bytes: &mut [u8]) -> Result<(), MemoryError> {
+        match &self.device {
+            Some(device) if device.peek(self.memory.place().address + at, bytes) => Ok(()),
+            Some(_) => Err(self.beyond(at, bytes.len())),
+            None => self.memory.read(at, bytes),
+        }
+    }
+
+    fn beyond(&self, offset: u64, len: usize) -> MemoryError {
+        MemoryError::OutOfRange { offset, len: len as u64, size: self.memory.len() as u64 }
     }
 
     /// Where keys, and then where values are in a layer: the region, and the place of the first number in the row of a
@@ -157,7 +200,7 @@ impl KvStore for MemoryStore {
             for (head, numbers) in given.chunks_exact(size).enumerate() {
                 scratch.clear();
                 scratch.extend(numbers.iter().flat_map(|n| n.to_le_bytes()));
-                if let Err(error) = self.memory.write(at + head as u64 * head_step, &scratch) {
+                if let Err(error) = self.put(at + head as u64 * head_step, &scratch) {
                     // The scheduler only names blocks of its pool; anything else is a defect of this engine.
                     tracing::error!(%error, "KV of a token could not be written");
                 }
@@ -176,7 +219,7 @@ impl KvStore for MemoryStore {
             if read != Some(region.base) {
                 read = Some(region.base);
                 bytes.resize(region.block_bytes as usize, 0);
-                if let Err(error) = self.memory.read(block_at(region, block), &mut bytes) {
+                if let Err(error) = self.get(block_at(region, block), &mut bytes) {
                     tracing::error!(%error, "a block could not be read");
                 }
             }
@@ -213,7 +256,8 @@ mod tests {
     }
 
     fn store(model: &ModelConfig, heads: usize, layout: CacheLayout) -> MemoryStore {
-        let spec = CacheSpec { model, heads, layout, block_tokens: 4, blocks: 3, shared: false };
+        let place = CachePlace::Host { shared: false };
+        let spec = CacheSpec { model, heads, layout, block_tokens: 4, blocks: 3, place };
         let store = MemoryStore::build(spec).unwrap();
         store.layout().check(&[store.memory().len() as u64]).unwrap();
         store

@@ -45,6 +45,9 @@ pub struct WorkerStart {
     pub block_tokens: u32,
     /// Blocks in the pool.
     pub blocks: u32,
+    /// Blocks in the host pool through which those of the cache pass, which then lies on a device of its own; `None`: the cache
+    /// is in the host's memory.
+    pub staging_blocks: Option<u32>,
     /// The connector's configuration and identity; `None` for an engine that stands alone.
     pub connector: Option<(Config, EngineIdentity)>,
     /// A Unix socket over which ranks add up their results; unused with one rank.

@@ -9,15 +9,16 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use kv_connector::worker::open_transport;
-use kv_connector::{ConnectorError, Rank, WorkerConnector, WorkerSetup};
+use kv_connector::{ConnectorError, DeviceCache, Rank, StagingLimits, WorkerConnector, WorkerSetup};
 use kv_transport::MemoryError;
 use serde_bytes::ByteBuf;
 use thiserror::Error;
 
 use super::gather::SocketReduce;
 use super::model::{Chunk, ModelConfig, ModelError, Shard, Weights};
-use super::store::{CacheSpec, MemoryStore, group_kinds};
+use super::store::{CachePlace, CacheSpec, MemoryStore, group_kinds};
 use super::wire::{FromWorker, ModelSource, StepOrder, ToWorker, WorkerCounters, WorkerStart, receive, send};
+use crate::device::HostDevice;
 use crate::faults::{FaultPlan, FaultyTransport, PlanError};
 use crate::unmoved::Unmoved;
 
@@ -40,6 +41,9 @@ pub enum WorkerProcessError {
     /// The cache cannot be allocated.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// The device's thread cannot be started.
+    #[error("the device cannot be started: {0}")]
+    Device(io::Error),
     /// The connector cannot be started, or refused a plan.
     #[error(transparent)]
     Connector(#[from] ConnectorError),
@@ -115,14 +119,27 @@ fn serve(
     let shard = Shard::new(&config, &weights, start.rank as usize, start.ranks as usize)?;
     // What can be mapped by a peer on this host costs nothing where no peer maps it.
     let shared = start.connector.as_ref().is_some_and(|(settings, _)| settings.transport != "tcp");
-    let store = MemoryStore::build(CacheSpec {
+    let device = match start.staging_blocks {
+        Some(_) => Some(HostDevice::new().map_err(WorkerProcessError::Device)?),
+        None => None,
+    };
+    let spec = CacheSpec {
         model: &config,
         heads: shard.cache_heads(),
         layout: start.layout,
         block_tokens: start.block_tokens,
         blocks: start.blocks,
-        shared,
-    })?;
+        place: device.as_ref().map_or(CachePlace::Host { shared }, CachePlace::Device),
+    };
+    let store = MemoryStore::build(spec)?;
+    // What peers see of a cache on a device: blocks of the host's that pass it on.
+    let pool = match (start.staging_blocks, &device) {
+        (Some(blocks), Some(device)) => {
+            Some(MemoryStore::build(CacheSpec { blocks, place: CachePlace::Pinned(device), ..spec })?)
+        }
+        _ => None,
+    };
+    let seen = pool.as_ref().unwrap_or(&store);
     let connector = match &start.connector {
         None => None,
         Some((settings, identity)) => {
@@ -130,8 +147,8 @@ fn serve(
             let setup = WorkerSetup {
                 rank: Rank(start.rank),
                 model: weights.fingerprint().iter().map(|b| format!("{b:02x}")).collect(),
-                layout: store.layout().clone(),
-                memories: vec![store.memory()],
+                layout: seen.layout().clone(),
+                memories: vec![seen.memory()],
                 // A closed queue means that this worker is ending anyway.
                 on_report: Box::new(move || drop(nudges.send(FromWorker::Nudge))),
             };
@@ -143,7 +160,12 @@ fn serve(
                 let plan = FaultPlan::parse(plan)?;
                 transport = Arc::new(FaultyTransport::new(transport, &plan).map_err(ConnectorError::from)?);
             }
-            Some(WorkerConnector::start_over(settings, identity, setup, transport)?)
+            let connector = WorkerConnector::start_over(settings, identity, setup, transport)?;
+            if device.is_some() {
+                let (layout, memories) = (store.layout().clone(), vec![store.memory()]);
+                connector.stage(DeviceCache { layout, memories, limits: StagingLimits::default() })?;
+            }
+            Some(connector)
         }
     };
     drop(weights);

@@ -175,7 +175,7 @@ impl Names {
             peer: self.locator(incarnation),
             reason: ReleaseReason::Other,
         };
-        Plan { producer: Vec::new(), consumer: vec![release] }
+        Plan { producer: Vec::new(), consumer: vec![release], ..Plan::default() }
     }
 
     /// The handle of a life's locator.

@@ -118,7 +118,8 @@ impl WorkerMachine {
 
     /// What ended since the last call.
     pub fn take_report(&mut self) -> Report {
-        Report { rank: self.config.rank, leases: self.readers.take_ended(), loads: self.pulls.take_ended() }
+        let (leases, loads) = (self.readers.take_ended(), self.pulls.take_ended());
+        Report { leases, loads, ..Report::new(self.config.rank) }
     }
 
     /// Counters.

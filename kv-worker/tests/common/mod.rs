@@ -411,11 +411,17 @@ impl Rig {
     }
 
     pub(crate) fn order(&mut self, now: u64, consumer: &[ConsumerOrder]) -> Vec<String> {
-        self.take(now, Fact::PlanTaken(Plan { producer: vec![], consumer: consumer.to_vec() }))
+        self.take(
+            now,
+            Fact::PlanTaken(Plan { producer: vec![], consumer: consumer.to_vec(), ..Plan::default() }),
+        )
     }
 
     pub(crate) fn own(&mut self, now: u64, producer: &[ProducerOrder]) -> Vec<String> {
-        self.take(now, Fact::PlanTaken(Plan { producer: producer.to_vec(), consumer: vec![] }))
+        self.take(
+            now,
+            Fact::PlanTaken(Plan { producer: producer.to_vec(), consumer: vec![], ..Plan::default() }),
+        )
     }
 
     pub(crate) fn shaken(&mut self, now: u64, n: u64) -> Vec<String> {

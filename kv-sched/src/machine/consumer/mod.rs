@@ -27,6 +27,7 @@ use kv_proto::{
 use crate::config::SchedConfig;
 use crate::error::SchedError;
 use crate::event::{Finish, HoldId, SchedEvent, Verdict};
+use crate::machine::staging::StagedBlocks;
 use load::Load;
 use source::Source;
 
@@ -211,6 +212,21 @@ impl Consumer {
             }
             Some(Request::Loading { .. } | Request::Settled) | None => 0,
         }
+    }
+
+    /// Which of a request's blocks a load from the next producer would fill, by group; `blocks` as for
+    /// [`Consumer::allocated`]. Empty if nothing remote is left.
+    pub fn to_load(
+        &self,
+        config: &SchedConfig,
+        request: &RequestId,
+        local_tokens: u32,
+        blocks: &[BlockList],
+    ) -> Result<Vec<StagedBlocks>, SchedError> {
+        let Some(Request::Queued { sources, .. }) = self.requests.get(request) else { return Ok(Vec::new()) };
+        let Some(source) = sources.first() else { return Ok(Vec::new()) };
+        let groups = source.groups(config, request, local_tokens, blocks)?;
+        Ok(groups.into_iter().map(|group| StagedBlocks { first: group.first, blocks: group.local }).collect())
     }
 
     /// The engine allocated blocks for a request: `remote_tokens` is what it was answered when it asked, and

@@ -66,30 +66,42 @@ impl Core {
                 request.usage.load_ranges = stats.ranges;
                 request.usage.read_us = stats.read_us;
                 request.usage.confirm_us = stats.confirm_us;
-                // The last token will be run again; until then its block is nobody else's.
-                request.computed = tokens.min(request.known() - 1);
                 self.happenings.push((number, Happening::Loaded { stats }));
-                // Only now, when the bytes are confirmed, may others find these blocks.
-                self.publish(number);
-                self.run(number, tokens);
+                if !self.restore(number, tokens) {
+                    self.in_place(number, tokens);
+                }
             }
             LoadResult::Failed { reason, detail, valid_tokens, hold, others, .. } => {
                 let kept = (valid_tokens / self.settings.block_tokens) as usize;
+                let caches_prefixes = self.cut.caches_prefixes();
+                // A window's host blocks are of no use either.
+                let untouched = (hold.is_some() || !caches_prefixes) && self.leave_host_blocks(number, hold);
+                let Some(request) = self.requests.get_mut(&number) else { return };
                 match hold {
-                    Some(hold) => {
+                    Some(hold) if !untouched => {
                         let lost = request.blocks.keep(&self.cut, kept);
                         self.hold(hold, lost);
                     }
                     // All of it may be written again, but a window's blocks are not those that are needed now.
-                    None if !self.cut.caches_prefixes() => {
+                    _ if !caches_prefixes => {
                         let lost = request.blocks.keep(&self.cut, usize::MAX);
                         self.release(lost);
                     }
-                    None => {}
+                    _ => {}
                 }
                 self.load_failed(number, reason, &detail, valid_tokens, &others);
             }
         }
+    }
+
+    /// So many tokens of a request's prompt are in its blocks, confirmed: it runs.
+    pub(super) fn in_place(&mut self, number: u64, tokens: u32) {
+        let Some(request) = self.requests.get_mut(&number) else { return };
+        // The last token will be run again; until then its block is nobody else's.
+        request.computed = tokens.min(request.known() - 1);
+        // Only now, when the bytes are confirmed, may others find these blocks.
+        self.publish(number);
+        self.run(number, tokens);
     }
 
     fn load_failed(
@@ -140,7 +152,9 @@ impl Core {
                 if let Some(connector) = &mut self.connector {
                     connector.request_declined(&id);
                 }
-                self.run(number, tokens);
+                if !self.restore(number, tokens) {
+                    self.run(number, tokens);
+                }
             }
             Next::End => {
                 self.stats.recovered.ended += 1;
@@ -168,12 +182,15 @@ impl Core {
         let remote = connector.remote_tokens(id, local);
         let all = local + remote;
         let missing = request.blocks.missing(&self.cut, all, all);
-        if remote == 0 {
+        let wanted = request.usage.cached_tokens + request.loading;
+        // Host blocks are for what the first load was to bring.
+        if remote == 0 || (connector.is_staged() && (all != wanted || request.staged.host().is_none())) {
             return false;
         }
         let Some(new) = self.pool.allocate(missing) else { return false };
         request.blocks.fill(&self.cut, all, all, new);
-        if connector.blocks_allocated(id, local, remote, &request.blocks.lists()).is_err() {
+        let lists = request.staged.host().unwrap_or_else(|| request.blocks.lists());
+        if connector.blocks_allocated(id, local, remote, &lists).is_err() {
             // They were a window's at the end of a load that does not come about.
             let lost = request.blocks.keep(&self.cut, usize::MAX);
             self.release(lost);
