@@ -49,7 +49,7 @@ fn rig_of(rank: Rank, topology: Topology, layout: BlockLayout) -> Rig {
         checksums: false,
         limits,
     };
-    Rig { m: WorkerMachine::new(config, LocalMemory { layout, regions: vec![RegionId(0)] }, TRANSPORT) }
+    Rig::of(WorkerMachine::new(config, LocalMemory { layout, regions: vec![RegionId(0)] }, TRANSPORT))
 }
 
 fn shaken(rig: &mut Rig, now: u64, source: u32, card: Box<EngineCard>) -> Vec<String> {
@@ -62,12 +62,12 @@ fn welcome_of(rank: u32) -> WorkerMessage {
 
 fn read_ended(rig: &mut Rig, now: u64, load: u64, source: u32) -> Vec<String> {
     let pull = PullId { load: LoadId(load), source };
-    rig.take(now, Fact::ReadEnded { pull, result: Ok(()) })
+    rig.end_read(now, pull, Ok(()))
 }
 
 fn read_failed(rig: &mut Rig, now: u64, load: u64, source: u32, reason: LoadFailure) -> Vec<String> {
     let pull = PullId { load: LoadId(load), source };
-    rig.take(now, Fact::ReadEnded { pull, result: Err(Failure::new(reason, "transport")) })
+    rig.end_read(now, pull, Err(Failure::new(reason, "transport")))
 }
 
 /// Both workers greeted, with one load ordered before anything was known of them.

@@ -84,6 +84,8 @@ enum State {
         since: Moment,
         idle_at: Moment,
         renewal: Renewal,
+        /// A read has ended because of its loss, which has not been told.
+        is_gone: bool,
     },
     Failed {
         failure: Failure,
@@ -345,6 +347,14 @@ impl Peers {
         peer.state = State::Greeting { link, remote: remote.clone(), until: *until };
     }
 
+    /// A read has ended because its connection is gone. Reads end before the loss is told; what is to be told to the
+    /// producer waits for the next connection. Of one that was replaced this is no news.
+    pub fn read_lost(&mut self, key: &SourceKey, over: LinkId) {
+        if let Some(Peer { state: State::Ready { link, is_gone, .. }, .. }) = self.get_mut(key) {
+            *is_gone |= *link == over;
+        }
+    }
+
     /// A connection is gone.
     pub fn lost(
         &mut self,
@@ -496,7 +506,8 @@ impl Peers {
         let link = *link;
         let idle_at = now + config.limits.peer_idle;
         let renewal = Renewal::from_start(peer.claims.iter());
-        peer.state = State::Ready { link, remote: remote.clone(), since: now, idle_at, renewal };
+        peer.state =
+            State::Ready { link, remote: remote.clone(), since: now, idle_at, renewal, is_gone: false };
         self.timers.set(idle_at, TimerKey::State(key.clone()));
         for (((lease, offer), attempt), reason) in std::mem::take(&mut peer.releases) {
             out.push(Decision::Send {
