@@ -211,11 +211,12 @@ impl Pulls {
         self.next = load.0.saturating_add(1);
         let keys = self.peers.load_began(now, config, peer, out);
         let until = now + config.limits.peer_wait;
-        self.open_load(load, &keys);
-        for key in keys {
+        let Some(SourceKey { peer, .. }) = keys.first() else { return };
+        self.open_load(load, peer);
+        let pulls = keys.into_iter().map(|key| {
             let state =
                 State::Waiting { groups: groups.clone(), until, not_before: now, outage_counted: false };
-            let pull = Pull {
+            Pull {
                 name,
                 key,
                 ordered_at: now,
@@ -225,31 +226,9 @@ impl Pulls {
                 stats: LoadStats::default(),
                 comparison: config.checksums.then(Comparison::default),
                 state,
-            };
-            self.begin_pull(now, config, local, load, pull, out);
-        }
-    }
-
-    /// A load's pull from one source begins.
-    fn begin_pull(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        local: &LocalMemory,
-        load: LoadId,
-        pull: Pull,
-        out: &mut Vec<Decision>,
-    ) {
-        let State::Waiting { until, .. } = pull.state else { return };
-        let id = PullId { load, source: pull.key.source };
-        let void = self.peers.pull_began(now, config, &pull.key, pull.name);
-        self.pulls.insert(id, pull);
-        self.set(id, until);
-        let failure = self.failed(load).or_else(|| void.then(not_held));
-        match failure {
-            Some(failure) => self.spoil(now, config, id, failure, out),
-            None => self.begin(now, config, local, id, out),
-        }
+            }
+        });
+        self.begin_pulls(now, config, local, load, pulls.collect(), out);
     }
 
     /// Starts to read if the peer is ready, fails if it failed.
