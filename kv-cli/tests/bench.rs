@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::process::{Command, Stdio};
+
 use common::run as kvx;
 use serde_json::Value;
 
