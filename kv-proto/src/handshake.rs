@@ -125,8 +125,22 @@ pub enum CardError {
         total: u32,
         /// Ranks that share them.
         tensor: u32,
-        /// Its share; 0 where they cannot be shared out.
+        /// Its share.
         share: u32,
+    },
+    /// Heads that cannot be shared out over the ranks, neither each rank some of them nor several ranks one.
+    #[error(
+        "{rank}: region {layer} has {total} heads, which do not come out even over {tensor} tensor-parallel ranks"
+    )]
+    Uneven {
+        /// Whose.
+        rank: Rank,
+        /// The layer.
+        layer: String,
+        /// Heads over all ranks.
+        total: u32,
+        /// Ranks that share them.
+        tensor: u32,
     },
     /// A region of an engine with several tensor-parallel ranks that does not say how many heads there are.
     #[error("{rank}: region {layer} has heads_total 0; with {tensor} tensor-parallel ranks it must be told")]
@@ -266,13 +280,15 @@ pub fn check_heads(topology: Topology, rank: Rank, layout: &BlockLayout) -> Resu
             let (layer, tensor) = (region.layer.clone(), topology.tensor());
             return Err(CardError::HeadsTotal { rank, layer, tensor });
         }
-        let share = topology.heads_of(rank, total).map_or(0, |(_, share)| share);
+        let (layer, tensor) = (region.layer.clone(), topology.tensor());
+        let Some((_, share)) = topology.heads_of(rank, total) else {
+            return Err(CardError::Uneven { rank, layer, total, tensor });
+        };
         if heads != share {
-            let (layer, tensor) = (region.layer.clone(), topology.tensor());
             return Err(CardError::Heads { rank, layer, heads, total, tensor, share });
         }
         if topology.context > 1 && total != 1 {
-            return Err(CardError::Dealt { rank, layer: region.layer.clone(), total });
+            return Err(CardError::Dealt { rank, layer, total });
         }
     }
     Ok(())

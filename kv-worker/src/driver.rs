@@ -134,8 +134,8 @@ struct Running {
     digests: JoinSet<DigestEnd>,
     /// Digests that wait for their turn.
     to_digest: VecDeque<(DigestOf, Vec<GroupList>)>,
-    /// Reads under way, by the number that the transport knows them by.
-    reads: BTreeMap<OpId, PullId>,
+    /// Reads under way and their connections, by the number that the transport knows them by.
+    reads: BTreeMap<OpId, (PullId, LinkId)>,
     next_read: u64,
     links: BTreeMap<LinkId, PeerId>,
     names: BTreeMap<PeerId, LinkId>,
@@ -295,8 +295,8 @@ impl Running {
             }
             Event::ReadCompleted { op, outcome } => {
                 let result = outcome.result.map_err(|e| read_failure(&e));
-                if let Some(pull) = self.reads.remove(&op) {
-                    self.take(Fact::ReadEnded { pull, result });
+                if let Some((pull, link)) = self.reads.remove(&op) {
+                    self.take(Fact::ReadEnded { pull, link, result });
                 }
             }
             Event::PeerLost { peer, reason } => {
@@ -334,7 +334,7 @@ impl Running {
             Decision::Send { link, message } => self.send(link, &message),
             Decision::Read { pull, link, parts } => self.read(pull, link, parts),
             Decision::CancelRead { pull } => {
-                let ops = self.reads.iter().filter(|(_, of)| **of == pull);
+                let ops = self.reads.iter().filter(|(_, (of, _))| *of == pull);
                 ops.for_each(|(op, _)| self.driver.transport.cancel(*op));
             }
             Decision::Digest { of, groups } => {
@@ -368,8 +368,8 @@ impl Running {
             }
         };
         match refused {
-            Some(failure) => self.take(Fact::ReadEnded { pull, result: Err(failure) }),
-            None => drop(self.reads.insert(op, pull)),
+            Some(failure) => self.take(Fact::ReadEnded { pull, link, result: Err(failure) }),
+            None => drop(self.reads.insert(op, (pull, link))),
         }
     }
 

@@ -426,7 +426,7 @@ fn a_large_portion_is_compared_in_messages_that_can_be_sent() {
         limits: WorkerLimits { portion_bytes: u64::MAX, ..limits() },
     };
     let local = LocalMemory { layout: big.clone(), regions: vec![kv_transport::RegionId(0)] };
-    let mut rig = Rig { m: WorkerMachine::new(config, local, TRANSPORT) };
+    let mut rig = Rig::of(WorkerMachine::new(config, local, TRANSPORT));
     // The producer's blocks have no neighbours.
     let remote: BlockList = (0..count).map(|i| BlockId(i / 2 + (i % 2) * (count / 2))).collect();
     let local: BlockList = (0..count).map(BlockId).collect();

@@ -93,8 +93,9 @@ fn fact() -> impl Strategy<Value = Fact> {
         3 => (0..5u64).prop_map(|n| Fact::LinkConnected { link: dialled(n) }),
         1 => link().prop_map(|link| Fact::LinkLost { link, detail: String::new() }),
         12 => (link(), message()).prop_map(|(link, message)| Fact::MessageArrived { link, message }),
-        3 => (0..12u64, any::<bool>()).prop_map(move |(load, ok)| Fact::ReadEnded {
+        3 => (0..12u64, 0..5u64, any::<bool>()).prop_map(move |(load, link, ok)| Fact::ReadEnded {
             pull: PullId::first(LoadId(load)),
+            link: dialled(link),
             result: if ok { Ok(()) } else { Err(failure(LoadFailure::ReadFailed)) },
         }),
     ]
@@ -120,7 +121,11 @@ fn course() -> impl Strategy<Value = Vec<Step>> {
             Step::Fact(Fact::HandshakeEnded { key: SourceKey::first(peer(n)), result: Ok(card(n)) }),
             Step::Fact(Fact::LinkConnected { link: dialled(link) }),
             hear(welcome(n)),
-            Step::Fact(Fact::ReadEnded { pull: PullId::first(LoadId(link + 2)), result: Ok(()) }),
+            Step::Fact(Fact::ReadEnded {
+                pull: PullId::first(LoadId(link + 2)),
+                link: dialled(link),
+                result: Ok(()),
+            }),
         ];
         if confirm {
             steps.push(hear(confirmed(lease, link + 2)));
@@ -155,7 +160,7 @@ struct Judge {
     accepted: u64,
     /// Lease of each load, and those whose read is with the transport.
     loads: BTreeMap<LoadId, LeaseId>,
-    reading: BTreeSet<LoadId>,
+    reading: BTreeMap<LoadId, LinkId>,
     read: BTreeSet<LoadId>,
     ended: BTreeSet<LoadId>,
     heard_confirmed: BTreeSet<(LeaseId, u64)>,
@@ -174,7 +179,7 @@ impl Judge {
             now: 0,
             accepted: 0,
             loads: BTreeMap::new(),
-            reading: BTreeSet::new(),
+            reading: BTreeMap::new(),
             read: BTreeSet::new(),
             ended: BTreeSet::new(),
             heard_confirmed: BTreeSet::new(),
@@ -218,7 +223,7 @@ impl Judge {
         for (load, end) in report.loads {
             assert!(self.loads.contains_key(&load), "it was ordered");
             assert!(self.ended.insert(load), "P2: a load ends once");
-            assert!(!self.reading.contains(&load), "P3: the transport may still write");
+            assert!(!self.reading.contains_key(&load), "P3: the transport may still write");
             if let PullEnd::Loaded(_) = end {
                 assert!(
                     self.heard_confirmed.contains(&(self.loads[&load], load.0)),
@@ -245,7 +250,10 @@ impl Judge {
                     }
                 }
             }
-            Fact::ReadEnded { pull, .. } => drop(self.reading.remove(&pull.load)),
+            // An end over another connection is not this read's.
+            Fact::ReadEnded { pull, link, .. } => {
+                self.reading.retain(|load, over| *load != pull.load || over != link)
+            }
             Fact::MessageArrived { link, message: Ok(message) } => match (link, message) {
                 (LinkId::Dialled(_), WorkerMessage::Confirmed { lease, attempt }) => {
                     self.heard_confirmed.insert((*lease, attempt.0));
@@ -267,11 +275,11 @@ impl Judge {
 
     fn judge(&mut self, decision: Decision) {
         match decision {
-            Decision::Read { pull: PullId { load, .. }, .. } => {
+            Decision::Read { pull: PullId { load, .. }, link, .. } => {
                 assert!(self.loads.contains_key(&load) && !self.ended.contains(&load));
-                assert!(self.read.insert(load) && self.reading.insert(load), "P3: read once");
+                assert!(self.read.insert(load) && self.reading.insert(load, link).is_none(), "P3: read once");
             }
-            Decision::CancelRead { pull } => assert!(self.reading.contains(&pull.load)),
+            Decision::CancelRead { pull } => assert!(self.reading.contains_key(&pull.load)),
             Decision::Send { link, message: WorkerMessage::Confirmed { lease, attempt } } => {
                 assert!(self.granted.contains(&lease), "P1: never granted");
                 let answer = (self.readers[&link], lease, attempt.0);
@@ -297,9 +305,9 @@ impl Judge {
         consumer.extend((0..12).map(cancel));
         self.apply(Step::Fact(Fact::PlanTaken(Plan { producer, consumer, ..Plan::default() })));
         for _ in 0..1_000 {
-            for load in self.reading.clone() {
+            for (load, link) in self.reading.clone() {
                 let result = Err(Failure::new(LoadFailure::Cancelled, ""));
-                self.apply(Step::Fact(Fact::ReadEnded { pull: PullId::first(load), result }));
+                self.apply(Step::Fact(Fact::ReadEnded { pull: PullId::first(load), link, result }));
             }
             let Some(next) = self.m.next_deadline() else { break };
             let span = u64::try_from(next.since(at(self.now)).as_millis()).unwrap();

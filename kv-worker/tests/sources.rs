@@ -49,7 +49,7 @@ fn rig_of(rank: Rank, topology: Topology, layout: BlockLayout) -> Rig {
         checksums: false,
         limits,
     };
-    Rig { m: WorkerMachine::new(config, LocalMemory { layout, regions: vec![RegionId(0)] }, TRANSPORT) }
+    Rig::of(WorkerMachine::new(config, LocalMemory { layout, regions: vec![RegionId(0)] }, TRANSPORT))
 }
 
 fn shaken(rig: &mut Rig, now: u64, source: u32, card: Box<EngineCard>) -> Vec<String> {
@@ -62,12 +62,12 @@ fn welcome_of(rank: u32) -> WorkerMessage {
 
 fn read_ended(rig: &mut Rig, now: u64, load: u64, source: u32) -> Vec<String> {
     let pull = PullId { load: LoadId(load), source };
-    rig.take(now, Fact::ReadEnded { pull, result: Ok(()) })
+    rig.end_read(now, pull, Ok(()))
 }
 
 fn read_failed(rig: &mut Rig, now: u64, load: u64, source: u32, reason: LoadFailure) -> Vec<String> {
     let pull = PullId { load: LoadId(load), source };
-    rig.take(now, Fact::ReadEnded { pull, result: Err(Failure::new(reason, "transport")) })
+    rig.end_read(now, pull, Err(Failure::new(reason, "transport")))
 }
 
 /// Both workers greeted, with one load ordered before anything was known of them.
@@ -175,6 +175,21 @@ fn p4_a_worker_that_cannot_be_reached_fails_the_load_and_frees_the_others() {
     assert_eq!(rig.loads(), ends(&[]));
     read_failed(&mut rig, 5, 1, 0, LoadFailure::Cancelled);
     assert_eq!(rig.loads(), ends(&[(1, "connect_failed")]));
+}
+
+#[test]
+fn p3_a_load_that_fails_at_its_first_worker_at_once_reads_nothing_from_the_others() {
+    let mut rig = reading();
+    for source in 0..2 {
+        read_ended(&mut rig, 4, 1, source);
+        rig.hear(5, dialled(source.into()), confirmed(5, 1));
+    }
+    rig.loads();
+    // Worker 0 breaks the protocol, and is not tried again at once.
+    rig.hear(6, dialled(0), WorkerMessage::Renew { seq: 0, all: true, wanted: vec![], dropped: vec![] });
+    assert_eq!(rig.order(7, &[load(1, 6, 2)]), ["d1: release 6/2 aborted"], "no read");
+    assert_eq!(rig.loads(), ends(&[(2, "peer_lost")]));
+    assert_eq!(rig.m.stats().pulls, 0);
 }
 
 #[test]

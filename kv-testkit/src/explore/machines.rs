@@ -125,7 +125,7 @@ pub(super) enum Input {
     /// A message.
     Message { link: Name, message: u32 },
     /// A read ended.
-    Read { load: Load, end: ReadEnd },
+    Read { load: Load, link: Name, end: ReadEnd },
     /// A block was digested; whether it holds what was offered.
     Digested { of: DigestOf, right: bool },
     /// A self check ended.
@@ -348,13 +348,13 @@ impl Machines {
             Input::Message { link, message } => {
                 Fact::MessageArrived { link: link.id(), message: Ok(self.messages.get(message).clone()) }
             }
-            Input::Read { load, end } => {
+            Input::Read { load, link, end } => {
                 let result = match end {
                     ReadEnd::Whole => Ok(()),
                     ReadEnd::Cancelled => Err(Failure::new(LoadFailure::Cancelled, "cancelled")),
                     ReadEnd::PeerLost => Err(Failure::new(LoadFailure::PeerLost, "gone")),
                 };
-                Fact::ReadEnded { pull: PullId::first(LoadId(load.into())), result }
+                Fact::ReadEnded { pull: PullId::first(LoadId(load.into())), link: link.id(), result }
             }
             Input::Digested { of, right } => {
                 Fact::Digested { of, digests: Ok(vec![BlockDigest(u64::from(right))]) }

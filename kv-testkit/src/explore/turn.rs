@@ -351,11 +351,11 @@ impl<'a> Turn<'a> {
             }
             Deed::Send { link, message } => self.send(side, rank, link, message),
             Deed::Read { load, link, from, to } => {
-                if let (Some(_), Name::Dialled(link)) = (self.link(side, rank, link), link) {
-                    let read = Read { rank, load, link, from, to, cancelled: false };
+                if let (Some(_), Name::Dialled(dialled)) = (self.link(side, rank, link), link) {
+                    let read = Read { rank, load, link: dialled, from, to, cancelled: false };
                     insert(&mut self.world.reads, read);
                 } else {
-                    self.todo.push_back((D, rank, Input::Read { load, end: ReadEnd::PeerLost }));
+                    self.todo.push_back((D, rank, Input::Read { load, link, end: ReadEnd::PeerLost }));
                 }
             }
             Deed::Cancel(load) => {
@@ -472,7 +472,11 @@ impl<'a> Turn<'a> {
         });
         for read in ended {
             self.writes(read);
-            self.todo.push_back((D, rank, Input::Read { load: read.load, end: ReadEnd::PeerLost }));
+            self.todo.push_back((
+                D,
+                rank,
+                Input::Read { load: read.load, link: Name::Dialled(read.link), end: ReadEnd::PeerLost },
+            ));
         }
         if tell_d {
             self.todo.push_back((D, rank, Input::Lost(Name::Dialled(dialled))));
@@ -495,7 +499,7 @@ impl<'a> Turn<'a> {
         self.writes(read);
         let content = right && self.world.content[usize::from(read.from)];
         self.world.requests[usize::from(read.to)].copied[usize::from(read.rank)] = content;
-        self.tell(D, read.rank, Input::Read { load: read.load, end });
+        self.tell(D, read.rank, Input::Read { load: read.load, link: Name::Dialled(read.link), end });
     }
 
     fn time_jumps(&mut self) {

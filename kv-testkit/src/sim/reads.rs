@@ -33,6 +33,8 @@ pub(super) struct Read {
     from: WorkerAt,
     pull: PullId,
     link: u64,
+    /// What the reader calls it.
+    over: LinkId,
     /// What is still to be copied, the next piece last.
     todo: Vec<Piece>,
     pace: Time,
@@ -54,7 +56,7 @@ impl World {
     pub(super) fn begin_read(&mut self, at: WorkerAt, pull: PullId, link: LinkId, parts: &[ReadPart]) {
         let Some(id) = self.link_of(at, link) else {
             let lost = Failure::new(LoadFailure::PeerLost, "the connection is gone");
-            return self.give(at, Fact::ReadEnded { pull, result: Err(lost) });
+            return self.give(at, Fact::ReadEnded { pull, link, result: Err(lost) });
         };
         let Some(from) = self.links.get(&id).map(|link| link.producer) else { return };
         let mut todo: Vec<Piece> = parts.iter().flat_map(|part| &part.ranges).flat_map(pieces).collect();
@@ -115,6 +117,7 @@ impl World {
             from,
             pull,
             link: id,
+            over: link,
             todo,
             pace,
             doom,
@@ -234,7 +237,7 @@ impl World {
             return;
         }
         read.told = true;
-        let (to, pull, whole) = (read.to, read.pull, read.todo.is_empty());
+        let (to, pull, over, whole) = (read.to, read.pull, read.over, read.todo.is_empty());
         let partial_is_whole = self.canary == Some(Canary::PartialTakenAsWhole);
         let wrong_is_right = self.canary == Some(Canary::WrongBytesTaken);
         let result = match read.doom.clone() {
@@ -256,6 +259,7 @@ impl World {
                     from: to,
                     pull,
                     link: 0,
+                    over,
                     todo: Vec::new(),
                     pace: MS,
                     doom: result.err(),
@@ -268,7 +272,7 @@ impl World {
             );
             return self.at(until, Event::ReadEnd { read: id });
         }
-        self.give(to, Fact::ReadEnded { pull, result });
+        self.give(to, Fact::ReadEnded { pull, link: over, result });
     }
 
     pub(super) fn fail_reads_over(&mut self, link: u64) {
@@ -315,9 +319,9 @@ impl World {
             let lost = Failure::new(LoadFailure::PeerLost, "connection lost");
             read.doom.get_or_insert(lost.clone());
             read.write_until(wait);
-            let (to, pull) = (read.to, read.pull);
+            let (to, pull, over) = (read.to, read.pull, read.over);
             if self.has(Canary::PeerLossTakenAsQuiet) {
-                self.give(to, Fact::ReadEnded { pull, result: Err(lost) });
+                self.give(to, Fact::ReadEnded { pull, link: over, result: Err(lost) });
             }
         }
         Some(wait)

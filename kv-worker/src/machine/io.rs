@@ -133,6 +133,8 @@ pub enum Fact {
     ReadEnded {
         /// What it was for.
         pull: PullId,
+        /// The connection that it was ordered over.
+        link: LinkId,
         /// Whether every byte arrived.
         result: Result<(), Failure>,
     },

@@ -29,7 +29,7 @@ use kv_proto::{
 use kv_transport::RegionId;
 
 use crate::config::WorkerConfig;
-use crate::machine::io::{Decision, DigestOf, Failure, PullId, SourceKey};
+use crate::machine::io::{Decision, DigestOf, Failure, LinkId, PullId, SourceKey};
 use crate::machine::peers::{End, Peers, Standing};
 use crate::portions::Portions;
 use crate::shape::{Side, check_blocks};
@@ -46,10 +46,11 @@ use parts::Parts;
 #[derive(Debug, Clone, Hash)]
 enum State {
     /// For its peer, and not before a time. `outage_counted`: the failure that it waits after was a try; the news that its
-    /// connection is lost is no other.
+    /// connection is lost is no other. The loss of a later connection is.
     Waiting { groups: Vec<GroupBlocks>, until: Moment, not_before: Moment, outage_counted: bool },
-    /// The transport owns the destination. `left` is what is not ordered yet, `doomed` why the result no longer counts.
-    Reading { left: Portions, portion: Moved, until: Moment, doomed: Option<Failure> },
+    /// The transport owns the destination. `link`: the connection that the portion is read over; another may have taken
+    /// its place meanwhile. `left` is what is not ordered yet, `doomed` why the result no longer counts.
+    Reading { link: LinkId, left: Portions, portion: Moved, until: Moment, doomed: Option<Failure> },
     /// Every byte is here; the producer has not yet said of all of them that they are its own.
     Comparing { read_at: Moment, until: Moment, repeat_at: Moment },
     /// Every byte is here; the producer is asked.
@@ -210,11 +211,12 @@ impl Pulls {
         self.next = load.0.saturating_add(1);
         let keys = self.peers.load_began(now, config, peer, out);
         let until = now + config.limits.peer_wait;
-        self.open_load(load, &keys);
-        for key in keys {
+        let Some(SourceKey { peer, .. }) = keys.first() else { return };
+        self.open_load(load, peer);
+        let pulls = keys.into_iter().map(|key| {
             let state =
                 State::Waiting { groups: groups.clone(), until, not_before: now, outage_counted: false };
-            let pull = Pull {
+            Pull {
                 name,
                 key,
                 ordered_at: now,
@@ -224,31 +226,9 @@ impl Pulls {
                 stats: LoadStats::default(),
                 comparison: config.checksums.then(Comparison::default),
                 state,
-            };
-            self.begin_pull(now, config, local, load, pull, out);
-        }
-    }
-
-    /// A load's pull from one source begins.
-    fn begin_pull(
-        &mut self,
-        now: Moment,
-        config: &WorkerConfig,
-        local: &LocalMemory,
-        load: LoadId,
-        pull: Pull,
-        out: &mut Vec<Decision>,
-    ) {
-        let State::Waiting { until, .. } = pull.state else { return };
-        let id = PullId { load, source: pull.key.source };
-        let void = self.peers.pull_began(now, config, &pull.key, pull.name);
-        self.pulls.insert(id, pull);
-        self.set(id, until);
-        let failure = self.failed(load).or_else(|| void.then(not_held));
-        match failure {
-            Some(failure) => self.spoil(now, config, id, failure, out),
-            None => self.begin(now, config, local, id, out),
-        }
+            }
+        });
+        self.begin_pulls(now, config, local, load, pulls.collect(), out);
     }
 
     /// Starts to read if the peer is ready, fails if it failed.
@@ -270,12 +250,14 @@ impl Pulls {
         let checked = match self.peers.standing(&pull.key) {
             Standing::Pending => return,
             Standing::Failed(failure) => Err(failure.clone()),
-            Standing::Ready(_, remote) => check_blocks(&remote.plan, groups)
-                .map(|()| Portions::of(std::mem::take(groups), &remote.plan, &local.layout, portion_bytes))
+            Standing::Ready(link, remote) => check_blocks(&remote.plan, groups)
+                .map(|()| {
+                    (link, Portions::of(std::mem::take(groups), &remote.plan, &local.layout, portion_bytes))
+                })
                 .map_err(|error| Failure::new(LoadFailure::BadBlocks, error.to_string())),
         };
-        let mut left = match checked {
-            Ok(left) => left,
+        let (link, mut left) = match checked {
+            Ok(checked) => checked,
             Err(failure) => return self.fail_or_wait(now, config, id, failure, out),
         };
         // A worker that has nothing for this rank is only told.
@@ -284,12 +266,12 @@ impl Pulls {
         left.resume_at(if is_silent { u32::MAX } else { pull.read });
         // The transport ends each read within its own limit; this one is for one that does not, and for all portions.
         let until = now + config.limits.read + config.limits.stall;
-        pull.state = State::Reading { left, portion: Moved::default(), until, doomed: None };
+        pull.state = State::Reading { link, left, portion: Moved::default(), until, doomed: None };
         self.timers.clear(waited_until, id);
         self.timers.clear(not_before, id);
         self.set(id, until);
         if is_silent {
-            return self.read_ended(now, config, local, id, Ok(()), out);
+            return self.read_ended(now, config, local, id, link, Ok(()), out);
         }
         self.read_portion(now, config, local, id, out);
     }
@@ -305,7 +287,7 @@ impl Pulls {
     ) {
         loop {
             let Some(pull) = self.pulls.get_mut(&id) else { return };
-            let State::Reading { left, portion, .. } = &mut pull.state else { return };
+            let State::Reading { link: over, left, portion, .. } = &mut pull.state else { return };
             let groups = left.take();
             let is_last = left.is_over();
             let (link, parts) = match self.peers.standing(&pull.key) {
@@ -323,6 +305,7 @@ impl Pulls {
                     return self.fail_or_read_again(now, config, id, failure, out);
                 }
             };
+            *over = link;
             let parts = match parts {
                 Ok(parts) => parts,
                 Err(error) => {
@@ -339,7 +322,7 @@ impl Pulls {
             if bytes == 0 {
                 // Of these tokens the worker has nothing.
                 if is_last {
-                    return self.read_ended(now, config, local, id, Ok(()), out);
+                    return self.read_ended(now, config, local, id, link, Ok(()), out);
                 }
                 continue;
             }
@@ -368,7 +351,7 @@ impl Pulls {
         };
         let end = match failure.reason {
             LoadFailure::Lapsed => End::Lapsed,
-            other => End::GivenUp { reason, link_is_lost: other == LoadFailure::PeerLost },
+            _ => End::GivenUp { reason },
         };
         let verified = self.pulls.get(&id).map_or(0, |pull| pull.verified);
         self.end(now, config, id, end, out);
@@ -428,18 +411,28 @@ impl Pulls {
         }
     }
 
-    /// The transport is done with a read: its destination is quiet.
+    /// The transport is done with a read over a connection: its destination is quiet.
+    #[allow(clippy::too_many_arguments)] // What an end consists of, with time, configuration and output.
     pub fn read_ended(
         &mut self,
         now: Moment,
         config: &WorkerConfig,
         local: &LocalMemory,
         id: PullId,
+        over: LinkId,
         result: Result<(), Failure>,
         out: &mut Vec<Decision>,
     ) {
         let Some(pull) = self.pulls.get_mut(&id) else { return };
-        let State::Reading { left, portion, until, doomed } = &mut pull.state else { return };
+        let State::Reading { link, left, portion, until, doomed } = &mut pull.state else { return };
+        // The end of an earlier read, again. The one that is under way still writes.
+        if *link != over {
+            return;
+        }
+        // Also of one whose result counts no more: it is news of the connection.
+        if matches!(&result, Err(failure) if failure.reason == LoadFailure::PeerLost) {
+            self.peers.read_lost(&pull.key, over);
+        }
         if let Some(failure) = doomed.take() {
             return self.fail(now, config, id, failure, out);
         }

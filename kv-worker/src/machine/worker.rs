@@ -78,7 +78,9 @@ impl WorkerMachine {
                 let change = pulls.peers_mut().message(now, config, link, message.ok(), out);
                 self.changed(now, change, out);
             }
-            Fact::ReadEnded { pull, result } => pulls.read_ended(now, config, local, pull, result, out),
+            Fact::ReadEnded { pull, link, result } => {
+                pulls.read_ended(now, config, local, pull, link, result, out);
+            }
             Fact::Digested { of: DigestOf::Pull { pull, from }, digests } => {
                 pulls.digested(now, config, pull, from, digests, out);
             }

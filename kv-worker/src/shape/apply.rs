@@ -3,6 +3,7 @@
 use kv_proto::{GroupBlocks, GroupKind};
 use kv_transport::{ReadPart, ReadRange, RegionId, RegionKey};
 
+use super::alias;
 use super::chunks::{Chunk, Spot};
 use super::compile::{Grid, SourcePlan};
 use super::copies::{Pieces, Place, RegionCopy};
@@ -144,9 +145,11 @@ const fn offset(place: &Place, spot: Spot) -> u64 {
         + spot.slot as u64 * place.token
 }
 
-/// Whether both pools have these blocks, and the lists hold what is handed over: nothing less, nothing more.
+/// Whether both pools have these blocks, the lists hold what is handed over, nothing less, nothing more, and no byte of
+/// ours would be filled twice.
 pub fn check_blocks(plan: &SourcePlan, groups: &[GroupBlocks]) -> Result<(), BlocksError> {
-    groups.iter().try_for_each(|group| check_group(plan, group))
+    groups.iter().try_for_each(|group| check_group(plan, group))?;
+    alias::check(&plan.overlaps, groups)
 }
 
 fn check_group(plan: &SourcePlan, blocks: &GroupBlocks) -> Result<(), BlocksError> {

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use kv_proto::handshake::check_heads;
 use kv_proto::{BlockLayout, GroupKind, Rank, RegionLayout, Topology};
 
+use super::alias::{self, Overlap};
 use super::copies::{Place, RegionCopy};
 use super::cover;
 use super::error::ShapeError;
@@ -72,6 +73,8 @@ pub struct SourcePlan {
     pub(super) local: Grid,
     pub(super) remote: Grid,
     pub(super) kinds: Vec<GroupKind>,
+    /// Groups of ours that share bytes.
+    pub(super) overlaps: Vec<Overlap>,
     /// Blocks of both sides hold the same tokens, so that they are copied whole.
     pub(super) paired: bool,
     /// A block of theirs is byte for byte one of ours.
@@ -134,6 +137,7 @@ pub fn compile(
     }
     cover::check(local, (topology, rank), remote_topology, &sources)?;
     let kinds: Vec<GroupKind> = (0..local.group_count()).map(|group| local.group_kind(group)).collect();
+    let overlaps = alias::overlaps(local);
     let alone = sources.len() == 1;
     let plan = |(source, remote, mut copies): (Rank, &BlockLayout, Vec<RegionCopy>)| {
         let ours = Grid::of(local, topology, rank);
@@ -143,13 +147,23 @@ pub fn compile(
         copies.sort_by_key(|c: &RegionCopy| (c.remote.memory, c.local.memory, c.local.at));
         let copies = if paired { join(copies, local, &kinds) } else { copies };
         let is_identical = alone && paired && is_identical(local, remote);
-        let kinds = kinds.clone();
-        SourcePlan { rank: source, copies, local: ours, remote: theirs, kinds, paired, is_identical }
+        let (kinds, overlaps) = (kinds.clone(), overlaps.clone());
+        SourcePlan {
+            rank: source,
+            copies,
+            local: ours,
+            remote: theirs,
+            kinds,
+            overlaps,
+            paired,
+            is_identical,
+        }
     };
     Ok(ShapePlan { sources: sources.into_iter().map(plan).collect() })
 }
 
-fn is_same_place(a: &RegionLayout, b: &RegionLayout) -> bool {
+/// Whether two regions are the same bytes of the same blocks.
+pub(super) fn is_same_place(a: &RegionLayout, b: &RegionLayout) -> bool {
     (a.group, a.memory, a.base, a.block_stride, a.block_bytes)
         == (b.group, b.memory, b.base, b.block_stride, b.block_bytes)
 }
@@ -217,13 +231,17 @@ fn copy_region(
     let (first, count) = topology.heads_of(rank, region.all_heads()).unwrap_or((0, region.heads));
     let mut open: Vec<(u32, u32)> = vec![(first, first + count)];
     let local = ours.layout;
-    let mut found = false;
+    let mut found: Option<u32> = None;
     for ((source, remote, copies), index_of_theirs) in sources.iter_mut().zip(theirs) {
         let parts = pairs(ours, region, index_of_theirs)?;
         if parts.is_empty() {
             continue;
         }
-        found = true;
+        let stage = remote_topology.stage(*source);
+        if let Some(first) = found.filter(|first| *first != stage && remote_topology.context > 1) {
+            return Err(ShapeError::TwoStages { layer: region.layer.clone(), first, second: stage });
+        }
+        found = Some(stage);
         for part in &parts {
             compare(local, region, remote, &remote.regions[part.remote_region])?;
         }
@@ -251,7 +269,7 @@ fn copy_region(
             open = open.into_iter().flat_map(|part| without(part, theirs)).collect();
         }
     }
-    if !found {
+    if found.is_none() {
         let known =
             theirs.iter().map(|remote| has(remote.layout, &region.layer)).find(|has| has != "nothing");
         let theirs = known.unwrap_or_else(|| "nothing".to_owned());

@@ -3,7 +3,7 @@
 use kv_proto::topology::gcd;
 use kv_proto::{BlockLayout, Rank, RegionLayout, Topology};
 
-use super::compile::by_region;
+use super::compile::{by_region, is_same_place};
 use super::copies::RegionCopy;
 use super::error::ShapeError;
 
@@ -30,7 +30,7 @@ pub(super) fn check(
             .collect();
         let by_region = by_region(&copies);
         for (index, region) in local.regions.iter().enumerate() {
-            let is_shared = local.regions[..index].iter().any(|other| same_bytes(other, region));
+            let is_shared = local.regions[..index].iter().any(|other| is_same_place(other, region));
             if is_shared {
                 continue;
             }
@@ -39,11 +39,6 @@ pub(super) fn check(
         }
     }
     Ok(())
-}
-
-fn same_bytes(a: &RegionLayout, b: &RegionLayout) -> bool {
-    (a.group, a.memory, a.base, a.block_stride, a.block_bytes)
-        == (b.group, b.memory, b.base, b.block_stride, b.block_bytes)
 }
 
 /// Rectangles in bytes: heads in steps of one head's bytes of one token.

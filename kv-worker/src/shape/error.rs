@@ -102,6 +102,20 @@ pub enum ShapeError {
         /// What its blocks hold.
         kind: GroupKind,
     },
+    /// A layer that two stages of a producer have which deals tokens out. Each has its own tokens of it, and which of the two
+    /// has the right ones is not known.
+    #[error(
+        "layer {layer}: stages {first} and {second} of theirs both have it, and its tokens are dealt out over ranks; only one \
+         stage may have such a layer"
+    )]
+    TwoStages {
+        /// The layer.
+        layer: String,
+        /// The first stage that has it.
+        first: u32,
+        /// The next one.
+        second: u32,
+    },
     /// The plan does not cover what it must. A fault of this library, found before it could do harm.
     #[error("layer {layer}: the plan covers {covered} of {bytes} bytes of a block")]
     Cover {
@@ -175,6 +189,27 @@ pub enum BlocksError {
         group: u32,
         /// The block.
         block: u32,
+    },
+    /// Blocks of two groups that lie in the same bytes, so that one would be filled over the other.
+    #[error(
+        "local block {block} of group {group} and local block {other_block} of group {other_group} share bytes {from} to {to} \
+         of memory {memory}"
+    )]
+    Aliased {
+        /// The first group.
+        group: u32,
+        /// Its block.
+        block: u32,
+        /// The other group.
+        other_group: u32,
+        /// Its block.
+        other_block: u32,
+        /// The memory that both lie in.
+        memory: u32,
+        /// The first byte that both have.
+        from: u64,
+        /// Behind the last byte in a row that both have.
+        to: u64,
     },
     /// A group without a region.
     #[error("group {group} has no region here")]

@@ -14,6 +14,7 @@
 //!
 //! All of it is pure: the same input gives the same plan, on either side and in any order of the workers.
 
+mod alias;
 mod apply;
 mod chunks;
 mod compile;

@@ -4,6 +4,7 @@
 
 pub(crate) mod pair;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -378,36 +379,52 @@ pub(crate) fn line(decision: &Decision) -> String {
 }
 
 /// One machine, and what it has reported.
+#[derive(Clone)]
 pub(crate) struct Rig {
     pub(crate) m: WorkerMachine,
+    /// The connection of each pull's last read.
+    over: BTreeMap<PullId, LinkId>,
 }
 
 impl Rig {
+    pub(crate) fn of(m: WorkerMachine) -> Self {
+        Self { m, over: BTreeMap::new() }
+    }
+
     /// In life 100 of engine `us`.
     pub(crate) fn new() -> Self {
-        Self { m: machine("us", 100) }
+        Self::of(machine("us", 100))
     }
 
     /// The same, with other limits.
     pub(crate) fn with(limits: WorkerLimits) -> Self {
-        Self { m: machine_with("us", 100, limits, false) }
+        Self::of(machine_with("us", 100, limits, false))
     }
 
     /// The same, with other limits and with checksums.
     pub(crate) fn with_checksums(limits: WorkerLimits) -> Self {
-        Self { m: machine_with("us", 100, limits, true) }
+        Self::of(machine_with("us", 100, limits, true))
     }
 
     pub(crate) fn take(&mut self, now: u64, fact: Fact) -> Vec<String> {
         let mut out = Vec::new();
         self.m.take(at(now), fact, &mut out);
+        self.lines(&out)
+    }
+
+    pub(crate) fn lines(&mut self, out: &[Decision]) -> Vec<String> {
+        for decision in out {
+            if let Decision::Read { pull, link, .. } = decision {
+                self.over.insert(*pull, *link);
+            }
+        }
         out.iter().map(line).collect()
     }
 
     pub(crate) fn pass(&mut self, now: u64) -> Vec<String> {
         let mut out = Vec::new();
         self.m.time_passed(at(now), &mut out);
-        out.iter().map(line).collect()
+        self.lines(&out)
     }
 
     pub(crate) fn order(&mut self, now: u64, consumer: &[ConsumerOrder]) -> Vec<String> {
@@ -446,12 +463,18 @@ impl Rig {
     }
 
     pub(crate) fn read_ended(&mut self, now: u64, load: u64) -> Vec<String> {
-        self.take(now, Fact::ReadEnded { pull: PullId::first(LoadId(load)), result: Ok(()) })
+        self.end_read(now, PullId::first(LoadId(load)), Ok(()))
     }
 
     pub(crate) fn read_failed(&mut self, now: u64, load: u64, reason: LoadFailure) -> Vec<String> {
         let result = Err(Failure::new(reason, "transport"));
-        self.take(now, Fact::ReadEnded { pull: PullId::first(LoadId(load)), result })
+        self.end_read(now, PullId::first(LoadId(load)), result)
+    }
+
+    /// A read ends, over the connection that it was last ordered over.
+    pub(crate) fn end_read(&mut self, now: u64, pull: PullId, result: Result<(), Failure>) -> Vec<String> {
+        let link = self.over.get(&pull).copied().unwrap_or(dialled(0));
+        self.take(now, Fact::ReadEnded { pull, link, result })
     }
 
     pub(crate) fn digested(&mut self, now: u64, of: DigestOf, digests: &[u64]) -> Vec<String> {

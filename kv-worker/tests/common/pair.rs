@@ -296,7 +296,7 @@ impl Pair {
                     }
                     None => {
                         let result = Err(Failure::new(LoadFailure::PeerLost, "gone"));
-                        self.fact(false, Fact::ReadEnded { pull, result });
+                        self.fact(false, Fact::ReadEnded { pull, link, result });
                     }
                 },
                 Decision::CancelRead { pull } => drop(self.cancelled.insert(pull.load.0)),
@@ -336,7 +336,7 @@ impl Pair {
 
     /// The transport is done with a read. A failed one has moved a part of the bytes.
     pub(crate) fn end_read(&mut self, load: u64, result: Result<(), LoadFailure>) {
-        let Some((_, parts)) = self.reads.remove(&load) else { return };
+        let Some((link, parts)) = self.reads.remove(&load) else { return };
         for range in parts.iter().flat_map(|part| &part.ranges) {
             let blocks = if result.is_ok() { range.len / 64 } else { 1 };
             for i in 0..blocks as usize {
@@ -347,7 +347,10 @@ impl Pair {
             }
         }
         let result = result.map_err(|reason| Failure::new(reason, "paper"));
-        self.fact(false, Fact::ReadEnded { pull: PullId::first(LoadId(load)), result });
+        self.fact(
+            false,
+            Fact::ReadEnded { pull: PullId::first(LoadId(load)), link: LinkId::Dialled(link), result },
+        );
     }
 
     /// As a read that ended well, with a wrong byte that the transport does not know of.

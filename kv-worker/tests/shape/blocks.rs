@@ -121,6 +121,99 @@ fn a_block_that_would_be_filled_twice_is_refused() {
     assert!(ranges(&equal, &[group(8, (0, &[4, 5]), (0, &[2, 2]))]).is_ok());
 }
 
+/// Groups that lie in the same memory: as [`layout`], with the bytes of each group's region changed.
+fn aliased(groups: &[GroupKind], change: impl Fn(&mut BlockLayout)) -> SourcePlan {
+    let mut ours = layout(4, groups);
+    change(&mut ours);
+    assert_eq!(ours.check(&[1 << 16]), Ok(()));
+    plan(&ours, &layout(4, groups))
+}
+
+/// What is said of a load that names these blocks of ours for groups 0 and 1.
+fn together(plan: &SourcePlan, first: &[u32], second: &[u32]) -> Result<(), String> {
+    let of = |group: u32, local: &[u32]| {
+        let is_state = plan.group_kind(group) == Some(GroupKind::State);
+        let remote: Vec<u32> = (0..local.len() as u32).collect();
+        let tokens = if is_state { 4 } else { 4 * local.len() as u32 };
+        let list = |ids: &[u32]| ids.iter().copied().map(BlockId).collect();
+        GroupBlocks { group, first: 0, remote_first: 0, tokens, remote: list(&remote), local: list(local) }
+    };
+    let groups = [of(0, first), of(1, second)];
+    let checked = check_blocks(plan, &groups).map_err(|e| e.to_string());
+    assert_eq!(ranges(plan, &groups).map(drop), checked, "what is read is what was checked");
+    checked
+}
+
+fn shared(block: (u32, u32), bytes: (u64, u64)) -> Result<(), String> {
+    let ((first, second), (from, to)) = (block, bytes);
+    Err(format!(
+        "local block {first} of group 0 and local block {second} of group 1 share bytes {from} to {to} of memory 0"
+    ))
+}
+
+#[test]
+fn one_block_for_two_groups_that_share_a_memory_is_refused() {
+    // Block by block the memory is the one group's or the other's.
+    let plan = aliased(&[FULL, WINDOW], |l| l.regions[1].base = 0);
+    assert_eq!(together(&plan, &[1, 5], &[2, 4, 0]), Ok(()), "different blocks are no matter");
+    assert_eq!(together(&plan, &[1, 5], &[2, 5]), shared((5, 5), (5 * 64, 6 * 64)));
+    assert_eq!(together(&plan, &[7, 3, 2], &[3, 2]), shared((3, 3), (3 * 64, 4 * 64)), "the first of ours");
+    // Groups that lie apart have blocks of the same number and no byte in common.
+    let apart = aliased(&[FULL, WINDOW], |_| {});
+    assert_eq!(together(&apart, &[1, 5], &[1, 5]), Ok(()));
+    // Nor have groups whose blocks lie side by side in rows.
+    let rows = aliased(&[FULL, WINDOW], |l| {
+        l.regions.iter_mut().zip([0, 64]).for_each(|(r, base)| (r.base, r.block_stride) = (base, 128));
+    });
+    assert_eq!(together(&rows, &[1, 5], &[1, 5]), Ok(()));
+}
+
+#[test]
+fn blocks_of_two_groups_that_share_a_few_bytes_are_refused() {
+    // Shifted by half a block: each block of the one lies over two of the other.
+    let shifted = aliased(&[FULL, WINDOW], |l| l.regions[1].base = 32);
+    assert_eq!(together(&shifted, &[3], &[3]), shared((3, 3), (224, 256)));
+    assert_eq!(together(&shifted, &[4], &[3]), shared((4, 3), (256, 288)));
+    assert_eq!(together(&shifted, &[5], &[3]), Ok(()));
+    // A state takes less than a block, at distances of its own.
+    let state = |stride| {
+        aliased(&[FULL, GroupKind::State], move |l| {
+            (l.regions[1].base, l.regions[1].block_stride) = (0, stride)
+        })
+    };
+    assert_eq!(together(&state(64), &[2], &[2]), shared((2, 2), (128, 144)));
+    assert_eq!(together(&state(128), &[6], &[3]), shared((6, 3), (384, 400)));
+    assert_eq!(together(&state(128), &[3], &[3]), Ok(()));
+    assert_eq!(together(&state(48), &[0], &[1]), shared((0, 1), (48, 64)));
+    assert_eq!(together(&state(48), &[1], &[1]), Ok(()));
+    // Where the first blocks have nothing in common, later ones do.
+    let later = aliased(&[FULL, GroupKind::State], |l| {
+        (l.regions[1].base, l.regions[1].block_stride) = (100, 128);
+    });
+    assert_eq!(together(&later, &[1, 0], &[0]), shared((1, 0), (100, 116)));
+    assert_eq!(together(&later, &[0, 2], &[0]), Ok(()));
+}
+
+#[test]
+fn kernel_blocks_of_two_groups_may_lie_between_each_other() {
+    // Two kernel blocks of 32 bytes, 128 apart: a block of the other group fits between them.
+    let between = |base| {
+        aliased(&[FULL, WINDOW], move |l| {
+            l.kernel_tokens = 2;
+            l.regions.iter_mut().zip([0, base]).for_each(|(r, base)| (r.base, r.block_stride) = (base, 256));
+        })
+    };
+    assert_eq!(together(&between(32), &[1], &[1]), Ok(()));
+    assert_eq!(together(&between(64), &[1], &[0]), Ok(()));
+    assert_eq!(
+        together(&between(128), &[1], &[1]),
+        shared((1, 1), (384, 416)),
+        "the second kernel block is the first"
+    );
+    assert_eq!(together(&between(128), &[2], &[1]), shared((2, 1), (512, 544)));
+    assert_eq!(together(&between(128), &[3], &[1]), Ok(()));
+}
+
 #[test]
 fn a_remote_list_may_begin_late_only_where_nobody_looks() {
     // Twenty tokens: the window begins at token 14, in the second of their blocks.

@@ -132,7 +132,7 @@ pub(crate) fn reasons(pair: &Pair) -> Vec<(&'static str, Vec<String>)> {
             if !part.heads.is_multiple_of(tensor) && !tensor.is_multiple_of(part.heads) {
                 all.push((
                     "uneven heads",
-                    vec![format!("of {} heads", part.heads), format!("with {tensor} ")],
+                    vec![format!("has {} heads", part.heads), format!("even over {tensor} ")],
                 ));
             }
             if engine.topology.context > 1 && part.heads != 1 {

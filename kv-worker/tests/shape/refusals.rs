@@ -118,6 +118,12 @@ fn ranks_that_cannot_be_are_refused() {
         refusal(&layout(), Topology::of(1), &layout(), Topology::of(2)),
         "theirs: rank-0: region a has 2 of 2 heads; with 2 tensor-parallel ranks it should have 1"
     );
+    let mut three = layout();
+    three.regions.iter_mut().for_each(|r| (r.heads, r.heads_total) = (2, 3));
+    assert_eq!(
+        refusal(&three, Topology::of(2), &layout(), Topology::of(1)),
+        "ours: rank-0: region a has 3 heads, which do not come out even over 2 tensor-parallel ranks"
+    );
     let one = Topology::of(1);
     let none = compile(&layout(), Rank(0), one, &[], one).unwrap_err();
     assert_eq!(none.to_string(), "the producer describes no rank-0");
@@ -150,6 +156,24 @@ fn tokens_are_dealt_out_alike_and_of_one_head() {
         refusal(&two, dealt, &two, Topology::of(2)),
         "ours: rank-0: region a has 2 heads; tokens can be dealt out over ranks only where there is one head"
     );
+}
+
+#[test]
+fn a_layer_that_two_stages_have_is_refused_where_tokens_are_dealt_out() {
+    let dealt = Topology { context: 2, stages: 2, ..Topology::of(4) };
+    assert_eq!(
+        refusal(&latent(4), Topology::of(1), &latent(4), dealt),
+        "layer a: stages 0 and 1 of theirs both have it, and its tokens are dealt out over ranks; only one stage may have \
+         such a layer"
+    );
+    // Where they are not, all of it is read from the first stage, as an embedding that both hold.
+    let staged = Topology { stages: 2, ..Topology::of(2) };
+    let one = latent(4);
+    let remotes: Vec<RemoteRank<'_>> =
+        (0..2).map(|rank| RemoteRank { rank: Rank(rank), layout: &one }).collect();
+    let plan = compile(&one, Rank(0), Topology::of(1), &remotes, staged).unwrap();
+    let copies: Vec<usize> = plan.sources.iter().map(|source| source.copies.len()).collect();
+    assert_eq!(copies, [1, 0]);
 }
 
 #[test]

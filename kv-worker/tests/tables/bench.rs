@@ -20,7 +20,7 @@ pub(crate) struct Bench {
 
 impl Machine for Bench {
     fn again(&self) -> Self {
-        Self { rig: Rig { m: self.rig.m.clone() }, ..*self }
+        Self { rig: self.rig.clone(), ..*self }
     }
 
     fn state(&self) -> String {

@@ -1,7 +1,7 @@
 //! The table of a pull.
 
-use kv_proto::LoadId;
-use kv_worker::machine::io::{DigestOf, PullId};
+use kv_proto::{LoadFailure, LoadId};
+use kv_worker::machine::io::{DigestOf, Fact, PullId};
 
 use super::bench::{Bench, STEP_MS};
 use super::chart::{Chart, Input, Machine};
@@ -75,6 +75,11 @@ fn read(b: &mut Bench) -> Vec<String> {
     b.step(|rig, now| rig.read_ended(now, 1))
 }
 
+fn read_over_another(b: &mut Bench) -> Vec<String> {
+    let pull = PullId::first(LoadId(1));
+    b.step(|rig, now| rig.take(now, Fact::ReadEnded { pull, link: dialled(9), result: Ok(()) }))
+}
+
 fn digested(b: &mut Bench) -> Vec<String> {
     b.step(|rig, now| {
         rig.digested(now, DigestOf::Pull { pull: PullId::first(LoadId(1)), from: 0 }, &[70, 71])
@@ -97,6 +102,8 @@ const INPUTS: &[Input<Bench>] = &[
     ("d0 lost", lost),
     ("read ended", read),
     ("read failed", Bench::read_failed),
+    ("read ended with d0", |b| b.step(|rig, now| rig.read_failed(now, 1, LoadFailure::PeerLost))),
+    ("read over d9 ended", read_over_another),
     ("digests computed", digested),
     ("Compared 5/1: equal", |b| b.hear(dialled(0), compared(5, 1, 0, 2, true))),
     ("Compared 5/1: not equal", |b| b.hear(dialled(0), compared(5, 1, 0, 1, true))),

@@ -37,8 +37,6 @@ pub enum End {
     GivenUp {
         /// Why, for the producer.
         reason: ReleaseReason,
-        /// The connection is known to be gone.
-        link_is_lost: bool,
     },
 }
 

@@ -125,8 +125,8 @@ impl Peers {
                 }
             }
             (Last::Unsettled, End::Lapsed) => peer.forsake(name, true),
-            (Last::Unsettled, End::GivenUp { reason, link_is_lost }) => {
-                self.release(now, config, key, name, attempt, reason, link_is_lost, out);
+            (Last::Unsettled, End::GivenUp { reason }) => {
+                self.release(now, config, key, name, attempt, reason, out);
             }
         }
     }
@@ -149,12 +149,11 @@ impl Peers {
                     continue;
                 }
             }
-            self.release(now, config, &key, name, Attempt(0), reason, false, out);
+            self.release(now, config, &key, name, Attempt(0), reason, out);
         }
     }
 
-    /// Tells a producer that a lease will not be read, now or as soon as it can be reached. `link_is_lost`: the
-    /// connection that is taken for good is known to be gone.
+    /// Tells a producer that a lease will not be read, now or as soon as it can be reached.
     #[allow(clippy::too_many_arguments)] // What a release consists of, with time, configuration and output.
     fn release(
         &mut self,
@@ -164,22 +163,21 @@ impl Peers {
         name: OfferName,
         attempt: Attempt,
         reason: ReleaseReason,
-        link_is_lost: bool,
         out: &mut Vec<Decision>,
     ) {
         self.want(now, config, key, out);
         let Some(peer) = peer_mut(&mut self.producers, key) else { return };
         peer.forsake(name, true);
         match &peer.state {
-            State::Ready { link, .. } if !link_is_lost => {
+            State::Ready { link, is_gone: false, .. } => {
                 let (lease, offer) = name;
                 let message = WorkerMessage::Release { lease, attempt, offer, reason };
                 out.push(Decision::Send { link: *link, message });
             }
             // It cannot be told, and its lease ends by time.
             State::Failed { .. } => self.stats.releases_dropped += 1,
-            // A read ends before its connection's loss is told, so a release that follows from it waits for the next.
-            State::Ready { .. }
+            // Its loss will be told; what is sent over it is lost. It waits for the next.
+            State::Ready { is_gone: true, .. }
             | State::Idle
             | State::Dialling { .. }
             | State::Connecting { .. }

@@ -5,6 +5,7 @@ use kv_proto::Moment;
 use super::{Pulls, State};
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, Failure, PullId};
+use crate::machine::peers::Standing;
 
 impl Pulls {
     /// Ends a pull that waits for its peer, or lets it wait on, if the failure may pass.
@@ -40,17 +41,20 @@ impl Pulls {
         out: &mut Vec<Decision>,
     ) {
         let Some(pull) = self.pulls.get_mut(&id) else { return };
-        let State::Reading { left, until: was, .. } = &pull.state else { return };
+        let State::Reading { link, left, until: was, .. } = &pull.state else { return };
         if pull.retries >= config.limits.retries || !failure.reason.may_pass() {
             return self.fail(now, config, id, failure, out);
         }
+        // What becomes of a connection that has taken its place meanwhile is no news of this failure.
+        let outage_counted =
+            !matches!(self.peers.standing(&pull.key), Standing::Ready(now, _) if now != *link);
         let (was, groups) = (*was, left.clone().into_groups());
         let wait = config.limits.retry_min.saturating_mul(1 << pull.retries.min(20));
         pull.retries += 1;
         self.stats.retried += 1;
         let not_before = now + wait.min(config.limits.retry_max);
         let until = not_before + config.limits.peer_wait;
-        pull.state = State::Waiting { groups, until, not_before, outage_counted: true };
+        pull.state = State::Waiting { groups, until, not_before, outage_counted };
         self.timers.clear(was, id);
         self.set(id, until);
         self.set(id, not_before);

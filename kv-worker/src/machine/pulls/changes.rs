@@ -24,8 +24,10 @@ impl Pulls {
             Change::Planned(peer, count) => self.planned(now, config, local, &peer, count, out),
             Change::Ready(key) => {
                 for id in self.of_source(&key) {
-                    match self.pulls.get(&id).map(|pull| &pull.state) {
-                        Some(State::Waiting { .. }) => {
+                    match self.pulls.get_mut(&id).map(|pull| &mut pull.state) {
+                        Some(State::Waiting { outage_counted, .. }) => {
+                            // Whatever outage that was, it is over.
+                            *outage_counted = false;
                             // Of an earlier try, whose connection took question or answer with it.
                             self.ask_to_compare(id, 0..u32::MAX, out);
                             self.begin(now, config, local, id, out);

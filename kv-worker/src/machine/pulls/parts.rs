@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kv_proto::{LoadFailure, LoadId, LoadStats, Moment, PeerLocator, PullEnd};
 
-use super::{Comparison, LocalMemory, Pull, Pulls, State};
+use super::{Comparison, LocalMemory, Pull, Pulls, State, not_held};
 use crate::config::WorkerConfig;
 use crate::machine::io::{Decision, Failure, PullId, SourceKey};
 
@@ -14,8 +14,6 @@ pub(super) struct Parts {
     peer: Arc<PeerLocator>,
     /// Whether it is known how many sources there are.
     planned: bool,
-    /// Pulls that have not ended.
-    open: u32,
     /// What the first pull that failed said.
     failed: Option<Failure>,
     /// Blocks of each group that every pull which failed had verified.
@@ -25,19 +23,46 @@ pub(super) struct Parts {
 }
 
 impl Pulls {
-    /// A load begins, with so many pulls.
-    pub(super) fn open_load(&mut self, load: LoadId, keys: &[SourceKey]) {
-        let Some(SourceKey { peer, .. }) = keys.first() else { return };
+    /// A load begins, with a pull from each source that is known.
+    pub(super) fn open_load(&mut self, load: LoadId, peer: &Arc<PeerLocator>) {
         let planned = self.peers.planned(peer).is_some();
-        let (open, peer) = (keys.len() as u32, peer.clone());
-        let parts =
-            Parts { peer, planned, open, failed: None, verified: u32::MAX, stats: LoadStats::default() };
+        let peer = peer.clone();
+        let parts = Parts { peer, planned, failed: None, verified: u32::MAX, stats: LoadStats::default() };
         self.loads.insert(load, parts);
     }
 
-    /// Why a pull of this load need not begin, if the load has failed and not all of its pulls have ended.
-    pub(super) fn failed(&self, load: LoadId) -> Option<Failure> {
-        self.loads.get(&load)?.failed.as_ref().map(elsewhere)
+    /// Pulls of a load that have not ended.
+    fn open(&self, load: LoadId) -> impl Iterator<Item = PullId> {
+        let (first, last) = (PullId { load, source: 0 }, PullId { load, source: u32::MAX });
+        self.pulls.range(first..=last).map(|(id, _)| *id)
+    }
+
+    /// A load's pulls from some sources begin. All of them are known before the first does, which may end at once: the load
+    /// ends with the last that it has.
+    pub(super) fn begin_pulls(
+        &mut self,
+        now: Moment,
+        config: &WorkerConfig,
+        local: &LocalMemory,
+        load: LoadId,
+        pulls: Vec<Pull>,
+        out: &mut Vec<Decision>,
+    ) {
+        let mut begun = Vec::with_capacity(pulls.len());
+        for pull in pulls {
+            let State::Waiting { until, .. } = pull.state else { continue };
+            let id = PullId { load, source: pull.key.source };
+            begun.push((id, self.peers.pull_began(now, config, &pull.key, pull.name)));
+            self.pulls.insert(id, pull);
+            self.set(id, until);
+        }
+        for (id, is_void) in begun {
+            if is_void {
+                self.spoil(now, config, id, not_held(), out);
+            } else {
+                self.begin(now, config, local, id, out);
+            }
+        }
     }
 
     /// It is known how many sources a producer has: loads that waited for that pull from all of them.
@@ -54,18 +79,17 @@ impl Pulls {
         let mut grown = Vec::new();
         for (load, parts) in self.loads.iter_mut().filter(waiting) {
             parts.planned = true;
-            parts.open += count.saturating_sub(1);
             grown.push(*load);
         }
         for load in grown {
             // A load that is not planned has one pull, which waits; it is what the others are like.
             let Some(first) = self.pulls.get(&PullId::first(load)).cloned() else { continue };
-            for source in 1..count {
+            let pulls = (1..count).map(|source| {
                 let key = SourceKey { peer: peer.clone(), source };
                 let comparison = first.comparison.as_ref().map(|_| Comparison::default());
-                let pull = Pull { key, comparison, ..first.clone() };
-                self.begin_pull(now, config, local, load, pull, out);
-            }
+                Pull { key, comparison, ..first.clone() }
+            });
+            self.begin_pulls(now, config, local, load, pulls.collect(), out);
         }
     }
 
@@ -80,8 +104,8 @@ impl Pulls {
         out: &mut Vec<Decision>,
     ) {
         let PullId { load, .. } = id;
+        let is_last = self.open(load).next().is_none();
         let Some(parts) = self.loads.get_mut(&load) else { return };
-        parts.open = parts.open.saturating_sub(1);
         let mut first_failure = None;
         match end {
             PullEnd::Loaded(stats) => {
@@ -99,7 +123,7 @@ impl Pulls {
                 }
             }
         }
-        if parts.open == 0 {
+        if is_last {
             let Some(Parts { failed, verified, stats, .. }) = self.loads.remove(&load) else { return };
             let end = match failed {
                 None => PullEnd::Loaded(stats),
@@ -120,9 +144,8 @@ impl Pulls {
         failure: &Failure,
         out: &mut Vec<Decision>,
     ) {
-        let (first, last) = (PullId { load, source: 0 }, PullId { load, source: u32::MAX });
-        let pulls: Vec<PullId> = self.pulls.range(first..=last).map(|(id, _)| *id).collect();
-        for id in pulls {
+        let open: Vec<PullId> = self.open(load).collect();
+        for id in open {
             self.spoil(now, config, id, failure.clone(), out);
         }
     }
