@@ -14,8 +14,8 @@ use kv_proto::handshake::{Answer, EngineCard, HandshakeError, Query, RefusalCode
 use kv_proto::message::WorkerMessage;
 use kv_proto::params::EXTRA_KEY;
 use kv_proto::{
-    BlockId, BlockList, CodecError, LeaseId, PROTOCOL_VERSION, Plan, ProducerOrder, PullEnd, Rank,
-    RemotePrefill, Report, TransferParams,
+    BlockId, BlockList, CodecError, LeaseId, PROTOCOL_VERSION, Plan, ProducerOrder, PullEnd, Rank, Report,
+    TransferParams,
 };
 use proptest::collection::vec;
 use proptest::option;

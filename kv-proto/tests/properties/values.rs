@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use serde_json::{Map, Value};
 
-use crate::common::{COPY_FAILURES, FAILURES, HELLO_REFUSALS, LEASE_ENDS, RELEASES, engine};
+use crate::common::{self, COPY_FAILURES, FAILURES, HELLO_REFUSALS, LEASE_ENDS, RELEASES};
 
 /// Ids as an allocator gives them, mostly neighbours, and as a liar does.
 pub(crate) fn block_list(max: u32) -> impl Strategy<Value = BlockList> {
