@@ -6,7 +6,8 @@ use kv_handshake::{Listener, ListenerConfig, ListenerStats};
 use kv_proto::handshake::{EngineCard, WorkerCard};
 use kv_proto::{BlockList, Moment, PeerLocator, RemotePrefill, Report, RequestId, TransferParams};
 use kv_sched::{
-    ConsumerStats, HoldId, ProducerStats, Remaining, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler, Verdict,
+    ConsumerStats, HoldId, ProducerStats, Remaining, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler,
+    Verdict,
 };
 use serde_json::Value;
 

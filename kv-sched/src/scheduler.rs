@@ -82,7 +82,9 @@ impl Scheduler {
                     let offers = std::iter::once(&**remote).chain(&remote.alternatives);
                     let usable = offers.map(|offer| match self.fits(offer, prompt, tokens) {
                         // An earlier turn's, and the conversation has gone another way.
-                        Err(SchedError::PromptTooShort { .. } | SchedError::PromptDiffers { .. }) if relays => {
+                        Err(SchedError::PromptTooShort { .. } | SchedError::PromptDiffers { .. })
+                            if relays =>
+                        {
                             Ok(0)
                         }
                         other => other,

@@ -223,7 +223,8 @@ impl Producer {
         let blocks = handed.blocks.clone();
         let params = self.params(config, request, handed, Some(lease), prompt, other);
         orders.push(ProducerOrder::Grant { lease, terms: config.terms(), offer: params.digest() });
-        let held = Held { request: request.clone(), blocks, ended: BTreeMap::new(), overdue_at, taken_back: false };
+        let held =
+            Held { request: request.clone(), blocks, ended: BTreeMap::new(), overdue_at, taken_back: false };
         self.held.insert(lease, held);
         Some(Finish { verdict: Verdict::Hold(HoldId::Lease(lease)), params: Some(params) })
     }
