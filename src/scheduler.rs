@@ -6,8 +6,8 @@ use kv_handshake::{Listener, ListenerConfig, ListenerStats};
 use kv_proto::handshake::{EngineCard, WorkerCard};
 use kv_proto::{BlockList, Moment, PeerLocator, RemotePrefill, Report, RequestId, TransferParams};
 use kv_sched::{
-    ConsumerStats, ProducerStats, Remaining, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler, Staging,
-    Verdict,
+    ConsumerStats, HoldId, ProducerStats, Remaining, RequestEnd, Role, SchedConfig, SchedEvent, Scheduler,
+    Staging, Verdict,
 };
 use serde_json::Value;
 
@@ -187,6 +187,11 @@ impl SchedulerConnector {
     pub fn request_preempted(&mut self, request: &RequestId) -> Verdict {
         let now = self.now();
         self.scheduler.request_preempted(now, request)
+    }
+
+    /// Takes a lease back before its time; see [`Scheduler::take_back`].
+    pub fn take_back(&mut self, hold: HoldId) -> bool {
+        self.scheduler.take_back(hold)
     }
 
     /// Takes nothing new, lets what was accepted finish for `limit`, then ends it; [`SchedEvent::Drained`] says when

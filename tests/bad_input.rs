@@ -165,11 +165,6 @@ fn parameters_that_cannot_be_are_refused_by_field_and_value() {
         ),
         // Contradictory.
         (
-            "both roles",
-            |p| p["do_remote_decode"] = json!(true),
-            "do_remote_decode says true, but do_remote_prefill says true",
-        ),
-        (
             "two token counts",
             |p| p["remote_num_tokens"] = json!(12),
             "remote_num_tokens says 12, but kv_connector.tokens says 11",

@@ -4,6 +4,10 @@
 //! on. The router keeps nothing and proves nothing: if it dies in between, P's lease ends by itself. With a second
 //! prefill engine both compute the prompt at the same time, and D is told of both: it reads from the first, and from
 //! the second if that fails.
+//!
+//! A client that will say more asks with the parameters `do_remote_decode: true`: D keeps what it holds of the answer,
+//! and the answer's end says where. With its next turn the client brings these parameters, again with
+//! `do_remote_decode: true`: P reads back from D what it lacks itself.
 
 mod resend;
 
@@ -159,7 +163,8 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
         Some(id) => id.clone(),
         None => return refuse(400, "x-request-id is missing"),
     };
-    let mut params = match routes.prefills(&id, &body).await {
+    let talk = Talk::of(&body);
+    let mut params = match routes.prefills(&id, &body, &talk).await {
         Ok(params) => params,
         Err(refusal) => return refusal,
     };
@@ -181,7 +186,52 @@ async fn completions(State(routes): State<Routes>, headers: HeaderMap, body: Byt
         params["remote_port"] = json!(port);
     }
     routes.gate.pass().await;
+    if talk.goes_on {
+        if params.is_null() {
+            params = json!({});
+        }
+        params["do_remote_decode"] = json!(true);
+    }
     routes.decode(&id, body, params, abort_wish(&headers) == Some("before-schedule")).await
+}
+
+/// Where a request stands in a conversation, by the parameters that its client sent.
+struct Talk {
+    /// Where the turn before was answered.
+    earlier: Option<Value>,
+    /// The client means to say more.
+    goes_on: bool,
+}
+
+impl Talk {
+    fn of(body: &Value) -> Self {
+        let params = &body["kv_transfer_params"];
+        let earlier = (params["do_remote_prefill"] == true).then(|| params.clone());
+        Self { earlier, goes_on: params["do_remote_decode"] == true }
+    }
+
+    /// What P is told: to compute for D, from where the earlier turn ended if there was one.
+    fn for_prefill(&self) -> Value {
+        match self.earlier.clone() {
+            Some(mut params) => {
+                params["do_remote_decode"] = json!(true);
+                params
+            }
+            None => fresh(),
+        }
+    }
+}
+
+/// Asks P to compute a prompt from its start.
+fn fresh() -> Value {
+    json!({
+        "do_remote_decode": true,
+        "do_remote_prefill": false,
+        "remote_engine_id": null,
+        "remote_block_ids": null,
+        "remote_host": null,
+        "remote_port": null,
+    })
 }
 
 /// How long an offer waits for that of the other prefill engine: well below the life of a lease.
@@ -199,11 +249,13 @@ impl Routes {
     /// The parameters for D of what one or two prefill engines answered: those of the first, with the second's beside
     /// them. One that fails, hands nothing over, or takes much longer than the other is left out: an offer that nobody
     /// brings to D is lost when its lease ends.
-    async fn prefills(&self, id: &HeaderValue, body: &Value) -> Result<Value, Response> {
+    async fn prefills(&self, id: &HeaderValue, body: &Value, talk: &Talk) -> Result<Value, Response> {
+        let first = self.prefill(&self.prefill, id, body, talk.for_prefill());
         match &self.second_prefill {
-            None => self.prefill(&self.prefill, id, body).await,
+            None => first.await,
             Some(second) => {
-                let (first, second) = (self.prefill(&self.prefill, id, body), self.prefill(second, id, body));
+                // What D keeps is for one reader.
+                let second = self.prefill(second, id, body, fresh());
                 let (mut first, mut second) = (std::pin::pin!(first), std::pin::pin!(second));
                 let answers = tokio::select! {
                     answer = &mut first => {
@@ -229,18 +281,17 @@ impl Routes {
         }
     }
 
-    async fn prefill(&self, url: &str, id: &HeaderValue, body: &Value) -> Result<Value, Response> {
+    async fn prefill(
+        &self,
+        url: &str,
+        id: &HeaderValue,
+        body: &Value,
+        params: Value,
+    ) -> Result<Value, Response> {
         let mut ask = body.clone();
         ask["max_tokens"] = json!(1);
         ask["stream"] = json!(false);
-        ask["kv_transfer_params"] = json!({
-            "do_remote_decode": true,
-            "do_remote_prefill": false,
-            "remote_engine_id": null,
-            "remote_block_ids": null,
-            "remote_host": null,
-            "remote_port": null,
-        });
+        ask["kv_transfer_params"] = params;
         let failed = |why: String| refuse(NOT_PREFILLED, format!("prefill: {why}"));
         let answer = self
             .client
@@ -264,9 +315,8 @@ impl Routes {
     }
 
     async fn decode(&self, id: &HeaderValue, mut ask: Value, params: Value, gone: bool) -> Response {
-        if !params.is_null() {
-            ask["kv_transfer_params"] = params;
-        }
+        // Never the client's own: they were meant for P.
+        ask["kv_transfer_params"] = params;
         let ask = Decode { client: self.client.clone(), url: self.decode.clone(), id: id.clone(), ask, gone };
         let until = Instant::now() + self.resend_for;
         let answer = match ask.send_until(until).await {

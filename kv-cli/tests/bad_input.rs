@@ -44,10 +44,6 @@ fn transfer_params_that_cannot_be_are_refused_by_field_and_values() {
         (|v| *v = json!("x"), &["kv_transfer_params must be an object, got a string"]),
         (|v| *v = json!(true), &["kv_transfer_params must be an object, got a boolean"]),
         (|v| v["do_remote_prefill"] = json!("yes"), &["do_remote_prefill must be a boolean, got \"yes\""]),
-        (
-            |v| v["do_remote_decode"] = json!(true),
-            &["do_remote_decode says true, but do_remote_prefill says true"],
-        ),
         (|v| v["remote_engine_id"] = json!(null), &["remote_engine_id is missing"]),
         (|v| v["remote_engine_id"] = json!(7), &["remote_engine_id must be a string, got 7"]),
         (|v| v["remote_engine_id"] = json!("x".repeat(300)), &["engine_id is 300 bytes long, at most"]),

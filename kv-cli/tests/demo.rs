@@ -197,6 +197,36 @@ fn clients_that_go_away_at_all_times_leave_nothing() {
     assert!(count(&seen.1, "/leases/expired") >= 2, "{}", seen.1);
 }
 
+// H-32
+#[test]
+fn every_token_of_every_turn_equals_the_reference_whatever_the_shapes() {
+    let base = ["--requests", "5", "--turns", "3", "--max-tokens", "12"];
+    let shapes: [&[&str]; 3] = [
+        &["--prefill-ranks", "2", "--prefill-block", "32"],
+        &["--decode-ranks", "2", "--decode-block", "32", "--async-schedule"],
+        &["--model-kind", "hybrid", "--prefill-block", "32"],
+    ];
+    for shape in shapes {
+        let seen = demo(&[&base[..], shape].concat());
+        assert_good(&seen, 15, 0);
+        let read_back = &seen.1["read_back"];
+        assert!(count(read_back, "/tokens") > 10 * 11, "{shape:?}: {read_back}");
+        assert!(count(read_back, "/kept/expired") > 0, "the last answers: {read_back}");
+    }
+}
+
+// H-32, P8
+#[test]
+fn p8_conversations_survive_a_killed_prefill_or_decode_engine() {
+    for (fault, turns) in [("kill-decode", 15), ("kill-prefill", 1)] {
+        let (code, json) = demo(&["--requests", "5", "--turns", "3", "--max-tokens", "12", "--fault", fault]);
+        // Without P there is no next turn.
+        assert!(count(&json, "/requests") >= turns, "{fault}: {json}");
+        assert_eq!(count(&json, "/equal"), count(&json, "/requests"), "{fault}: {json}");
+        assert_eq!(code, 0, "{fault}: {json}");
+    }
+}
+
 #[test]
 fn bytes_that_were_not_moved_make_every_answer_wrong() {
     let (code, json) = demo(&["--requests", "12", "--max-tokens", "8", "--unmoved"]);

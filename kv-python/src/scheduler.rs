@@ -114,6 +114,7 @@ impl SchedulerCore {
             Role::Plain => "plain",
             Role::Producer => "producer",
             Role::Consumer => "consumer",
+            Role::Relay => "relay",
         })
     }
 
@@ -148,7 +149,11 @@ impl SchedulerCore {
         computed_tokens: u32,
         blocks: Vec<Vec<u32>>,
     ) -> PyResult<Finished> {
-        self.end(py, request, &RequestEnd::Complete { computed_tokens, blocks: lists(blocks) })
+        self.end(
+            py,
+            request,
+            &RequestEnd::Complete { computed_tokens, blocks: lists(blocks), sampled: vec![] },
+        )
     }
 
     /// The request was aborted, rejected or failed, at whatever point.

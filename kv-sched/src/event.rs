@@ -13,6 +13,20 @@ pub enum Role {
     Producer,
     /// Its prompt, or a part of it, was computed elsewhere.
     Consumer,
+    /// Both: it loads as a consumer does, and at its end it is handed over as a producer's is.
+    Relay,
+}
+
+impl Role {
+    /// Whether it may have something to load.
+    pub const fn loads(self) -> bool {
+        matches!(self, Self::Consumer | Self::Relay)
+    }
+
+    /// Whether its end may hand something over.
+    pub const fn hands_over(self) -> bool {
+        matches!(self, Self::Producer | Self::Relay)
+    }
 }
 
 /// How a request ended in the engine.
@@ -24,6 +38,9 @@ pub enum RequestEnd {
         computed_tokens: u32,
         /// Its blocks by group, from the start of the sequence.
         blocks: Vec<BlockList>,
+        /// What was sampled behind the prompt, if it is to be handed over as well: then the offer covers all tokens that
+        /// are computed and named, for a prompt that goes on from there. Empty: the prompt alone is handed over.
+        sampled: Vec<u32>,
     },
     /// It was aborted, rejected or failed, at whatever point.
     Aborted,

@@ -1,6 +1,5 @@
 //! The scheduler half as an engine calls it: both policies, one plan.
 
-use kv_proto::params::PrefixMarks;
 use kv_proto::{
     BlockList, GroupKind, Moment, PeerLocator, Plan, ReleaseReason, RemotePrefill, Report, RequestId,
     TransferParams, token_digest,
@@ -75,26 +74,33 @@ impl Scheduler {
         match params {
             TransferParams::RemoteDecode { other } => {
                 let tokens = self.admit(request, prompt)?;
-                let prompt = Prompt {
-                    tokens,
-                    digest: token_digest(prompt),
-                    marks: PrefixMarks::of(prompt, self.config.block_tokens),
-                };
-                let orders = &mut self.plan.producer;
-                self.producer.arrived(request.clone(), prompt, other.clone(), orders);
+                self.computes(request, prompt, tokens, other);
                 Ok(Role::Producer)
             }
-            TransferParams::RemotePrefill(remote) => {
+            TransferParams::RemotePrefill(remote) | TransferParams::Relay(remote) => {
+                let relays = matches!(params, TransferParams::Relay(_));
                 let fit = |tokens| {
                     let offers = std::iter::once(&**remote).chain(&remote.alternatives);
-                    offers.map(|offer| self.fits(offer, prompt, tokens)).collect::<Result<Vec<u32>, _>>()
+                    let usable = offers.map(|offer| match self.fits(offer, prompt, tokens) {
+                        // An earlier turn's, and the conversation has gone another way.
+                        Err(SchedError::PromptTooShort { .. } | SchedError::PromptDiffers { .. })
+                            if relays =>
+                        {
+                            Ok(0)
+                        }
+                        other => other,
+                    });
+                    usable.collect::<Result<Vec<u32>, _>>().map(|usable| (tokens, usable))
                 };
                 match self.admit(request, prompt).and_then(fit) {
-                    Ok(usable) => {
+                    Ok((tokens, usable)) => {
+                        if relays {
+                            self.computes(request, prompt, tokens, &remote.other);
+                        }
                         let remote = RemotePrefill::clone(remote);
                         let orders = &mut self.plan.consumer;
                         self.consumer.arrived(now, &self.config, request.clone(), remote, &usable, orders);
-                        Ok(Role::Consumer)
+                        Ok(if relays { Role::Relay } else { Role::Consumer })
                     }
                     Err(error) => {
                         let reason = match error {
@@ -115,6 +121,18 @@ impl Scheduler {
         for offer in offers {
             self.consumer.refused(offer, ReleaseReason::Refused, &mut self.plan.consumer);
         }
+    }
+
+    /// A request computes for somebody else, by itself or from what it loads on.
+    fn computes(
+        &mut self,
+        request: &RequestId,
+        prompt: &[u32],
+        tokens: u32,
+        other: &serde_json::Map<String, serde_json::Value>,
+    ) {
+        let prompt = Prompt::of(prompt, tokens, self.config.block_tokens);
+        self.producer.arrived(request.clone(), prompt, other.clone(), &mut self.plan.producer);
     }
 
     fn admit(&self, request: &RequestId, prompt: &[u32]) -> Result<u32, SchedError> {
@@ -235,18 +253,29 @@ impl Scheduler {
 
     /// A request ended, whether complete or aborted, queued, loading or running. To be called once per request.
     ///
-    /// For requests that hand nothing over the answer is [`Verdict::Free`].
+    /// For requests that hand nothing over the answer is [`Verdict::Free`]. A relay that is complete is handed over as
+    /// a producer's request is, unless its load was not over, or had failed and the engine had not taken that: then its
+    /// blocks may hold anything.
     pub fn request_finished(&mut self, now: Moment, request: &RequestId, end: &RequestEnd) -> Finish {
+        let is_told = !self.has_untold_end(request);
         let untold = self.untold_end(request);
-        if let Some(finish) = self.consumer.finished(now, &self.config, request, &mut self.plan.consumer) {
-            return Finish { verdict: untold.map_or(finish.verdict, Verdict::Hold), ..finish };
+        if matches!(end, RequestEnd::Complete { .. }) && self.producer.knows(request) {
+            // A relay that has loaded nothing did not want to.
+            self.consumer.declined(request, &mut self.plan.consumer);
         }
-        let orders = &mut self.plan.producer;
+        let loaded = self.consumer.finished(now, &self.config, request, &mut self.plan.consumer);
+        let loaded = loaded.map(|finish| untold.map_or(finish.verdict, Verdict::Hold));
+        let is_quiet = is_told && !matches!(loaded, Some(Verdict::Hold(_)));
         // What was to be ended must not begin anew.
-        let hands_over = matches!(self.mode, Mode::Open | Mode::Draining { .. });
-        self.producer
-            .finished(now, &self.config, request, end, hands_over, orders)
-            .unwrap_or(Finish { verdict: Verdict::Free, params: None })
+        let hands_over = is_quiet && matches!(self.mode, Mode::Open | Mode::Draining { .. });
+        let orders = &mut self.plan.producer;
+        let held = self.producer.finished(now, &self.config, request, end, hands_over, orders);
+        match (loaded, held) {
+            (Some(verdict @ Verdict::Hold(_)), Some(Finish { params, .. })) => Finish { verdict, params },
+            (_, Some(finish)) => finish,
+            (Some(verdict), None) => Finish { verdict, params: None },
+            (None, None) => Finish { verdict: Verdict::Free, params: None },
+        }
     }
 
     /// What the end of a request would hand over, by group, of blocks in a pool of so many: what an engine with
@@ -291,6 +320,17 @@ impl Scheduler {
         match self.events.iter().position(of).map(|index| self.events.remove(index)) {
             Some(SchedEvent::LoadEnded { result: LoadResult::Failed { hold, .. }, .. }) => hold,
             _ => None,
+        }
+    }
+
+    /// Takes a lease back before its time, such as one that keeps an answer for a turn that may never come while others
+    /// wait for room. Whoever reads under it finds it lapsed, and computes. Its blocks are free with
+    /// [`SchedEvent::BlocksReleased`], as at any other end. True if there was something to take back: false for what is
+    /// not held any more, was taken back before, or is a load's.
+    pub fn take_back(&mut self, hold: HoldId) -> bool {
+        match hold {
+            HoldId::Lease(lease) => self.producer.take_back(lease, &mut self.plan.producer),
+            HoldId::Load(_) => false,
         }
     }
 

@@ -107,6 +107,7 @@ impl World {
         let end = RequestEnd::Complete {
             computed_tokens: tokens,
             blocks: vec![list(blocks); engine.shape.groups as usize],
+            sampled: vec![],
         };
         let finished = engine.sched.request_finished(&request(name), &end);
         let Verdict::Hold(hold) = finished.verdict else { panic!("{name} is not held") };

@@ -68,6 +68,10 @@ pub(crate) struct DemoArgs {
     /// Tokens to sample for each.
     #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_tokens: u32,
+    /// Turns of each conversation: the next one is the last one's prompt and answer with new words, and the prefill
+    /// engine reads back from the decode engine what it lacks of it.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) turns: u32,
     /// Worker processes of the prefill engine.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) prefill_ranks: u32,

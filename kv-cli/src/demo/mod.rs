@@ -21,7 +21,7 @@ use serde_json::Value;
 
 pub(crate) use self::args::DemoArgs;
 use self::args::{AbortMode, FaultMode};
-use self::client::{Ending, Seen, Wish, ask};
+use self::client::{Ending, Seen, Wish, ask, talk};
 use self::report::{Figures, Outcome, Row};
 use self::stage::Stage;
 use crate::error::Failure;
@@ -52,7 +52,11 @@ pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode, Failure> {
     let args = &Arc::new(args.clone());
     kv_connector::Config::from_json(&stage::config(args, "demo", 0).to_string())
         .map_err(|e| Failure::new("--transport", e))?;
-    let longest = wishes.iter().map(|w| w.prompt.len() as u64 + u64::from(w.max_tokens)).max().unwrap_or(0);
+    let length = |w: &Wish| {
+        let said: usize = w.more.iter().map(String::len).sum();
+        (w.prompt.len() + said) as u64 + u64::from(args.turns) * u64::from(w.max_tokens)
+    };
+    let longest = wishes.iter().map(length).max().unwrap_or(0);
     // A hybrid model has two block groups, and a placeholder.
     let (groups, spare) = if args.model_kind == KindArg::Hybrid { (2, 1) } else { (1, 0) };
     let needed = longest.div_ceil(u64::from(args.decode_block)) * groups + spare;
@@ -86,7 +90,9 @@ fn wishes(args: &DemoArgs) -> Result<Vec<Wish>, Failure> {
             _ => AbortMode::None,
         };
         let (id, max_tokens) = (format!("demo-{number:03}"), args.max_tokens);
-        Wish { id, prompt, max_tokens, abort, handshake_port: None }
+        let more = prompts::words(number, args.turns);
+        let params = if args.turns > 1 { talk(&Value::Null) } else { Value::Null };
+        Wish { id, prompt, since: Vec::new(), more, params, max_tokens, abort, handshake_port: None }
     };
     Ok(texts.into_iter().enumerate().map(wish).collect())
 }
@@ -104,7 +110,7 @@ async fn play(args: &Arc<DemoArgs>, wishes: Vec<Wish>) -> Result<Outcome, Failur
         let asked: Vec<Wish> = wishes.iter().cloned().map(|w| Wish { abort: AbortMode::None, ..w }).collect();
         let seen = asker.all(asked, "reference").await;
         seen.into_iter()
-            .map(|(wish, seen)| Ok((wish.prompt, tokens_of(seen)?)))
+            .map(|(wish, seen)| Ok((wish.tokens(), tokens_of(seen)?)))
             .collect::<Result<BTreeMap<_, _>, Failure>>()?
     };
 
@@ -117,7 +123,7 @@ async fn play(args: &Arc<DemoArgs>, wishes: Vec<Wish>) -> Result<Outcome, Failur
         eprintln!("kvx: {name} ended before its time");
     }
     let row = |(wish, seen): (Wish, Seen)| {
-        let reference = references.get(&wish.prompt).cloned();
+        let reference = references.get(&wish.tokens()).cloned();
         Row { wish, reference, seen }
     };
     Ok(Outcome::new(seen.into_iter().map(row).collect(), figures, args.fault, args.policy, args.shapes()))
@@ -139,6 +145,7 @@ pub(crate) struct Asker {
 }
 
 impl Asker {
+    /// Sees all wishes through, each with the turns that follow from it, which come behind it.
     async fn all(&self, wishes: Vec<Wish>, title: &'static str) -> Vec<(Wish, Seen)> {
         // Drawn on standard error, and only where that is a terminal.
         let bar = ProgressBar::new(wishes.len() as u64).with_message(title);
@@ -150,12 +157,19 @@ impl Asker {
             .map(|wish| {
                 let bar = bar.clone();
                 async move {
-                    let seen = ask(&self.client, &self.url, &wish, self.limit).await;
+                    let mut turns: Vec<(Wish, Seen)> = Vec::new();
+                    let mut next = Some(wish);
+                    while let Some(wish) = next {
+                        let seen = ask(&self.client, &self.url, &wish, self.limit).await;
+                        next = wish.next(&seen);
+                        turns.push((wish, seen));
+                    }
                     bar.inc(1);
-                    (wish, seen)
+                    stream::iter(turns)
                 }
             })
             .buffered(self.concurrency)
+            .flatten()
             .collect()
             .await;
         bar.finish();

@@ -48,6 +48,18 @@ pub(crate) fn cut(count: usize) -> Vec<String> {
         .collect()
 }
 
+/// What a client says in the turns after the first: other words for each conversation and turn, some shorter than a block.
+pub(crate) fn words(number: usize, turns: u32) -> Vec<String> {
+    let text = TEXT.as_bytes();
+    let say = |turn: usize| {
+        let start = (number * 977 + turn * 4_099) % text.len();
+        let bytes: Vec<u8> =
+            text.iter().cycle().skip(start).take(7 + (number * 13 + turn * 29) % 60).copied().collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    };
+    (1..turns as usize).map(say).collect()
+}
+
 /// One prompt per line; blank lines are passed over.
 pub(crate) fn read(file: &Path) -> Result<Vec<String>, Failure> {
     let text = std::fs::read_to_string(file)

@@ -207,10 +207,43 @@ impl Outcome {
             && self.requests() > 0
             && self.count(Judgement::Equal) + clean == self.requests()
             && (p_may_die || self.count(Judgement::NotPrefilled) == 0)
+            && (faulty || !self.has_turns() || self.read_back() > 0)
             && if faulty { self.has_struck() } else { self.is_calm() }
             && self.figures.ended.is_empty()
             && self.held_in_the_end() == [0, 0]
             && self.staged_in_the_end() == [0, 0]
+    }
+
+    /// Whether conversations were to have more than one turn.
+    fn has_turns(&self) -> bool {
+        self.rows.iter().any(|row| !row.wish.more.is_empty() || !row.wish.since.is_empty())
+    }
+
+    /// Tokens that P has read back from D, in its last life.
+    fn read_back(&self) -> u64 {
+        self.figures.producer()["connector"]["loads"]["remote_tokens"].as_u64().unwrap_or(0)
+    }
+
+    /// What became of answers that D kept, and of P's loads from there.
+    fn read_back_json(&self) -> Value {
+        let producer = self.figures.producer();
+        let loads = &producer["connector"]["loads"];
+        let kept = |end: &str| self.figures.sum(&format!("/connector/leases/{end}"));
+        json!({
+            "tokens": self.read_back(),
+            "loads": loads["ordered"],
+            "loaded": loads["loaded"],
+            "loads_failed": loads["failed"],
+            "tokens_recomputed": producer["recovered"]["tokens_recomputed"],
+            "kept": {
+                "granted": kept("granted"),
+                "confirmed": kept("confirmed"),
+                "released": kept("released"),
+                "expired": kept("expired"),
+                "consumer_lost": kept("consumer_lost"),
+                "revoked": kept("revoked"),
+            },
+        })
     }
 
     /// Errors that say what failed.
@@ -222,7 +255,9 @@ impl Outcome {
     /// Without a fault, and if no client went away, no load fails.
     fn is_calm(&self) -> bool {
         let aborts = self.rows.iter().any(|row| row.wish.abort != AbortMode::None);
-        aborts || self.figures.reasons().is_empty()
+        let read_back = &self.figures.producer()["connector"]["loads"]["failed"];
+        let none_failed = read_back.as_object().is_none_or(serde_json::Map::is_empty);
+        aborts || (none_failed && self.figures.reasons().is_empty())
     }
 
     /// Whether the fault did anything. A killed D has taken its figures along, and what is random may miss.
@@ -265,6 +300,7 @@ impl Outcome {
             "hung": self.count(Judgement::Hung),
             "prompt_tokens": self.sum("/prompt_tokens"),
             "external_tokens": self.sum("/prompt_tokens_details/external_tokens"),
+            "read_back": self.read_back_json(),
             "blocks_held": {
                 "producer": held(held_p),
                 "consumer": held(held_d),
@@ -337,7 +373,7 @@ impl Outcome {
             let pulled = row.figure("/load/read_us") + row.figure("/load/confirm_us");
             table.add_row([
                 Cell::new(&row.wish.id),
-                Cell::new(row.wish.prompt.len()),
+                Cell::new(row.wish.prompt.len() + row.wish.since.len()),
                 Cell::new(number(row.figure("/prompt_tokens_details/external_tokens"))),
                 Cell::new(number(row.figure("/prompt_tokens_details/cached_tokens"))),
                 Cell::new(number(row.figure("/load/bytes"))),
@@ -386,6 +422,19 @@ impl Outcome {
                 n("/leases/expired"),
                 n("/leases/lapsed")
             ),
+            if self.has_turns() {
+                format!(
+                    "read back {} tokens of answers, in {} loads; {} answers kept: {} read, {} expired, {} taken back",
+                    n("/read_back/tokens"),
+                    n("/read_back/loaded"),
+                    n("/read_back/kept/granted"),
+                    n("/read_back/kept/confirmed"),
+                    n("/read_back/kept/expired"),
+                    n("/read_back/kept/revoked")
+                )
+            } else {
+                String::new()
+            },
             format!(
                 "blocks    {} held on P, {} held on D",
                 n("/blocks_held/producer"),
@@ -425,6 +474,9 @@ mod tests {
         let wish = Wish {
             id: "r".into(),
             prompt: "abc".into(),
+            since: vec![],
+            more: vec![],
+            params: Value::Null,
             max_tokens: 2,
             abort: AbortMode::None,
             handshake_port: None,
@@ -438,7 +490,7 @@ mod tests {
 
     fn answered_with(tokens: &[u32], external: u32) -> Ending {
         let usage = json!({ "prompt_tokens": 3, "prompt_tokens_details": { "external_tokens": external } });
-        Ending::Answered { tokens: tokens.to_vec(), usage }
+        Ending::Answered { tokens: tokens.to_vec(), usage, params: Value::Null }
     }
 
     fn figures(held: u64) -> Figures {

@@ -88,6 +88,10 @@ pub enum TransferParams {
     },
     /// P to router to D: the prompt was computed elsewhere.
     RemotePrefill(Box<RemotePrefill>),
+    /// Both at once, a relay: the prompt, or its beginning, was computed elsewhere, and what the request holds at its end
+    /// is handed over in its turn. So D is asked to keep an answer for the conversation's next turn, and P to read it
+    /// back and go on from there. The offer may be an earlier turn's, so it need not fit the prompt.
+    Relay(Box<RemotePrefill>),
 }
 
 /// Names one offer beyond doubt: what P handed out, as P knows it and as D received it.

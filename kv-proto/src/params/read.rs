@@ -176,7 +176,7 @@ fn prefix_marks(value: Option<Value>) -> Result<PrefixMarks, ParamsError> {
 
 impl TransferParams {
     /// Reads what came with a request. `Ok(None)` means that nothing is handed over: both flags are absent or
-    /// false.
+    /// false. Both of them true make a [`Self::Relay`].
     pub fn parse(value: &Value) -> Result<Option<Self>, ParamsError> {
         let object = match value {
             Value::Null => return Ok(None),
@@ -188,12 +188,7 @@ impl TransferParams {
         let prefill = fields.flag("do_remote_prefill")?;
         match (decode, prefill) {
             (false, false) => Ok(None),
-            (true, true) => Err(ParamsError::Contradiction {
-                field: "do_remote_decode",
-                value: "true".to_owned(),
-                other: "do_remote_prefill",
-                other_value: "true".to_owned(),
-            }),
+            (true, true) => Ok(Some(Self::Relay(Box::new(RemotePrefill::take(fields)?)))),
             (true, false) => Ok(Some(Self::RemoteDecode { other: fields.0 })),
             (false, true) => Ok(Some(Self::RemotePrefill(Box::new(RemotePrefill::take(fields)?)))),
         }
@@ -245,6 +240,8 @@ impl RemotePrefill {
     pub fn readable(value: &Value) -> Vec<Self> {
         let Value::Object(object) = value else { return Vec::new() };
         let mut first = object.clone();
+        // A relay's first offer is one as well.
+        first.remove("do_remote_decode");
         let others = match first.remove(ALTERNATIVES_KEY) {
             Some(Value::Array(items)) => items,
             _ => Vec::new(),

@@ -118,11 +118,7 @@ fn wrong_types_and_ranges_name_the_field_and_the_value() {
 
 #[test]
 fn contradictions_name_both_fields_and_both_values() {
-    let cases: [Case; 6] = [
-        (
-            |v| v["do_remote_decode"] = json!(true),
-            "do_remote_decode says true, but do_remote_prefill says true",
-        ),
+    let cases: [Case; 5] = [
         (
             |v| v["remote_block_ids"] = json!([[4, 5]]),
             "remote_block_ids says 2 blocks, but kv_connector.blocks says 3",
@@ -183,6 +179,31 @@ fn the_digest_sees_every_token() {
     assert_ne!(token_digest(&[1, 2]), token_digest(&[2, 1]));
     assert_ne!(token_digest(&[1]), token_digest(&[1, 0]));
     assert_eq!(token_digest(&[]).len(), 32);
+}
+
+// H-32
+#[test]
+fn an_offer_that_comes_with_the_wish_to_hand_over_is_a_relay() {
+    let mut value = with_alternatives(2);
+    value["do_remote_decode"] = json!(true);
+    value["their_own"] = json!("x");
+    let Ok(Some(params @ TransferParams::Relay(_))) = TransferParams::parse(&value) else {
+        panic!("refused")
+    };
+    assert_eq!(params.to_json(), value, "as it was, with both flags");
+    let TransferParams::Relay(remote) = params else { unreachable!() };
+    let leases: Vec<_> =
+        remote.alternatives.iter().chain([&*remote]).filter_map(|offer| offer.lease).map(|l| l.0).collect();
+    assert_eq!(leases, [100, 101, 3]);
+    // One that cannot be read whole gives back what can be.
+    value["alternatives"][0]["remote_port"] = json!(0);
+    assert!(TransferParams::parse(&value).is_err());
+    let found = RemotePrefill::readable(&value);
+    assert_eq!(found.iter().filter_map(|offer| offer.lease).map(|l| l.0).collect::<Vec<_>>(), [3, 101]);
+    // The wish alone brings no offer, whatever else is there.
+    let ask =
+        json!({"do_remote_decode": true, "do_remote_prefill": false, "kv_connector": value["kv_connector"]});
+    assert!(matches!(TransferParams::parse(&ask), Ok(Some(TransferParams::RemoteDecode { .. }))));
 }
 
 fn with_alternatives(count: u64) -> Value {

@@ -16,6 +16,11 @@ impl TransferParams {
                 Value::Object(object)
             }
             Self::RemotePrefill(remote) => remote.to_json(),
+            Self::Relay(remote) => {
+                let mut value = remote.to_json();
+                value["do_remote_decode"] = Value::Bool(true);
+                value
+            }
         }
     }
 }

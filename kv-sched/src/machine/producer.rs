@@ -8,10 +8,12 @@
 
 use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
+use std::sync::Arc;
 
 use kv_proto::params::PrefixMarks;
 use kv_proto::{
     BlockList, GroupKind, LeaseEnd, LeaseId, Moment, ProducerOrder, Rank, RemotePrefill, RequestId, Timers,
+    token_digest,
 };
 use serde_json::{Map, Value};
 
@@ -19,15 +21,37 @@ use crate::config::SchedConfig;
 use crate::event::{Finish, HoldId, RequestEnd, SchedEvent, Verdict};
 use crate::machine::staging::StagedBlocks;
 
-/// What is remembered of a prompt.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+/// What is remembered of a prompt, and what an offer says of the tokens that it covers.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Prompt {
     /// Its tokens.
-    pub tokens: u32,
-    /// Their digest.
-    pub digest: String,
+    ids: Arc<[u32]>,
+    /// How many they are.
+    tokens: u32,
+    /// Their digest; of none it is empty.
+    digest: String,
     /// Digests of its shorter prefixes.
-    pub marks: PrefixMarks,
+    marks: PrefixMarks,
+}
+
+impl Prompt {
+    /// What is to be remembered of these tokens, which are as many as `tokens` says.
+    pub fn of(ids: &[u32], tokens: u32, block_tokens: u32) -> Self {
+        let marks = PrefixMarks::of(ids, block_tokens);
+        Self { ids: ids.into(), tokens, digest: token_digest(ids), marks }
+    }
+
+    /// The same with what was sampled behind it, up to the last token that is computed.
+    fn and(self, sampled: &[u32], computed_tokens: u32, block_tokens: u32) -> Self {
+        let more = computed_tokens.saturating_sub(self.tokens) as usize;
+        let more = sampled.get(..more).unwrap_or(sampled);
+        match u32::try_from(more.len()).ok().and_then(|more| self.tokens.checked_add(more)) {
+            Some(tokens) if tokens > self.tokens => {
+                Self::of(&[&self.ids[..], more].concat(), tokens, block_tokens)
+            }
+            _ => self,
+        }
+    }
 }
 
 /// What is handed over: the blocks that are kept, by group, and where each list begins.
@@ -53,6 +77,8 @@ struct Held {
     blocks: Vec<BlockList>,
     ended: BTreeMap<Rank, LeaseEnd>,
     overdue_at: Moment,
+    /// Whether it was taken back; its end is on the way.
+    taken_back: bool,
 }
 
 /// Counters of the producer side. They only grow.
@@ -134,6 +160,14 @@ impl Producer {
         orders.extend(self.held.keys().map(|lease| ProducerOrder::Revoke { lease: *lease }));
     }
 
+    /// Takes one lease back. False if it is not held, or was taken back before.
+    pub fn take_back(&mut self, lease: LeaseId, orders: &mut Vec<ProducerOrder>) -> bool {
+        let Some(held) = self.held.get_mut(&lease).filter(|held| !held.taken_back) else { return false };
+        held.taken_back = true;
+        orders.push(ProducerOrder::Revoke { lease });
+        true
+    }
+
     /// When [`Producer::time_passed`] wants to be called.
     pub fn next_deadline(&self) -> Option<Moment> {
         self.timers.next()
@@ -164,11 +198,12 @@ impl Producer {
         hands_over: bool,
         orders: &mut Vec<ProducerOrder>,
     ) -> Option<Finish> {
-        let Computing { lease, prompt, other } = self.computing.remove(request)?;
+        let Computing { lease, mut prompt, other } = self.computing.remove(request)?;
         let handed = match end {
             RequestEnd::Aborted => None,
             RequestEnd::Complete { .. } if !hands_over => None,
-            RequestEnd::Complete { computed_tokens, blocks } => {
+            RequestEnd::Complete { computed_tokens, blocks, sampled } => {
+                prompt = prompt.and(sampled, *computed_tokens, config.block_tokens);
                 hand_over(config, prompt.tokens, *computed_tokens, blocks)
             }
         };
@@ -178,8 +213,7 @@ impl Producer {
             let nothing = match end {
                 RequestEnd::Aborted => None,
                 RequestEnd::Complete { .. } => {
-                    let empty = Prompt { tokens: 0, digest: String::new(), marks: PrefixMarks::default() };
-                    Some(self.params(config, request, Handed::default(), None, empty, other))
+                    Some(self.params(config, request, Handed::default(), None, Prompt::default(), other))
                 }
             };
             return Some(Finish { verdict: Verdict::Free, params: nothing });
@@ -190,7 +224,8 @@ impl Producer {
         let blocks = handed.blocks.clone();
         let params = self.params(config, request, handed, Some(lease), prompt, other);
         orders.push(ProducerOrder::Grant { lease, terms: config.terms(), offer: params.digest() });
-        let held = Held { request: request.clone(), blocks, ended: BTreeMap::new(), overdue_at };
+        let held =
+            Held { request: request.clone(), blocks, ended: BTreeMap::new(), overdue_at, taken_back: false };
         self.held.insert(lease, held);
         Some(Finish { verdict: Verdict::Hold(HoldId::Lease(lease)), params: Some(params) })
     }
@@ -203,12 +238,13 @@ impl Producer {
         request: &RequestId,
         end: &RequestEnd,
     ) -> Vec<StagedBlocks> {
-        let (Some(computing), RequestEnd::Complete { computed_tokens, blocks }) =
+        let (Some(computing), RequestEnd::Complete { computed_tokens, blocks, sampled }) =
             (self.computing.get(request), end)
         else {
             return Vec::new();
         };
-        let handed = hand_over(config, computing.prompt.tokens, *computed_tokens, blocks).unwrap_or_default();
+        let tokens = computing.prompt.clone().and(sampled, *computed_tokens, config.block_tokens).tokens;
+        let handed = hand_over(config, tokens, *computed_tokens, blocks).unwrap_or_default();
         let both = handed.blocks.into_iter().zip(handed.firsts);
         both.map(|(blocks, first)| StagedBlocks { first, blocks }).collect()
     }
@@ -297,26 +333,26 @@ impl Producer {
     }
 }
 
-/// What is handed over of a finished request: the blocks that hold its prompt, if the prompt was computed whole
-/// and there is any. The lists are those given at the end, never ones remembered from earlier. Of a window these are the
+/// What is handed over of a finished request: the blocks that hold its prompt, or its prompt and what was sampled, if
+/// the prompt was computed whole and there is any. The lists are those given at the end, never ones remembered from earlier. Of a window these are the
 /// blocks that are still looked at, of a state the last one, if the state did not go on beyond the prompt.
 fn hand_over(
     config: &SchedConfig,
-    prompt_tokens: u32,
+    tokens: u32,
     computed_tokens: u32,
     blocks: &[BlockList],
 ) -> Option<Handed> {
-    let count = prompt_tokens.div_ceil(config.block_tokens);
-    if computed_tokens < prompt_tokens || count == 0 || blocks.len() != config.groups.len() {
+    let count = tokens.div_ceil(config.block_tokens);
+    if computed_tokens < tokens || count == 0 || blocks.len() != config.groups.len() {
         return None;
     }
     let mut handed = Handed::default();
     for (kind, list) in config.groups.iter().zip(blocks) {
         let (first, part): (u32, BlockList) = match kind {
-            GroupKind::State if computed_tokens > prompt_tokens => return None,
+            GroupKind::State if computed_tokens > tokens => return None,
             GroupKind::State => (count - 1, list.skip(list.len().saturating_sub(1))),
             _ => {
-                let first = kind.first_token(prompt_tokens) / config.block_tokens;
+                let first = kind.first_token(tokens) / config.block_tokens;
                 if kind.first_token(computed_tokens) / config.block_tokens > first {
                     // The window has moved on, and its first blocks may be somebody else's already.
                     return None;

@@ -80,7 +80,7 @@ pub(crate) fn ask() -> TransferParams {
 }
 
 pub(crate) fn complete(computed_tokens: u32, blocks: &[BlockList]) -> RequestEnd {
-    RequestEnd::Complete { computed_tokens, blocks: blocks.to_vec() }
+    RequestEnd::Complete { computed_tokens, blocks: blocks.to_vec(), sampled: vec![] }
 }
 
 /// What a producer offers: the first `tokens` of a prompt in the blocks from 20 on.

@@ -103,6 +103,11 @@ pub struct Core {
     waiting: VecDeque<u64>,
     running: Vec<u64>,
     held: BTreeMap<HoldId, Vec<BlockId>>,
+    /// Of what is held, answers that are kept for a next turn, the oldest first. It may never come, so they are taken
+    /// back when others wait for room.
+    kept_answers: VecDeque<HoldId>,
+    /// The one that was taken back last.
+    taken_back: Option<HoldId>,
     in_flight: VecDeque<InFlight>,
     ended: Vec<u64>,
     next_request: u64,
@@ -132,6 +137,8 @@ impl Core {
             waiting: VecDeque::new(),
             running: Vec::new(),
             held: BTreeMap::new(),
+            kept_answers: VecDeque::new(),
+            taken_back: None,
             in_flight: VecDeque::new(),
             ended: Vec::new(),
             next_request: 1,
@@ -351,6 +358,9 @@ impl Core {
                 // What is on its way back is enough: nobody else need be preempted.
                 return false;
             }
+            if self.take_back() {
+                return false;
+            }
             let Some(victim) = self.running.last().copied().filter(|last| *last != number) else {
                 return false;
             };
@@ -404,6 +414,7 @@ impl Core {
             let missing = blocks.missing(&self.cut, there, target);
             let Some(new) = self.pool.allocate(missing) else {
                 self.pool.release(blocks.take(), None);
+                self.take_back();
                 return;
             };
             blocks.fill(&self.cut, there, target, new);
@@ -426,7 +437,7 @@ impl Core {
         }
         let Some(request) = self.requests.get_mut(&number) else { return };
         if let Some(connector) = &mut self.connector
-            && request.role == Role::Consumer
+            && request.role.loads()
             && let Err(error) = connector.blocks_allocated(&request.ask.id, local, remote, &lists)
         {
             self.happenings.push((number, Happening::Failed { client: false, message: error.to_string() }));
@@ -488,12 +499,10 @@ impl Core {
     }
 
     /// Gives back the blocks that a request's window has left. What is to be handed over is kept: the window at the end of
-    /// the prompt.
+    /// what is computed.
     fn leave(&mut self, number: u64) {
         let Some(request) = self.requests.get_mut(&number) else { return };
-        let prompt = request.ask.prompt.len() as u32;
-        let most = if request.role == Role::Producer { prompt } else { u32::MAX };
-        let left = request.blocks.leave(&self.cut, request.computed.min(most));
+        let left = request.blocks.leave(&self.cut, request.computed);
         self.release(left);
     }
 
@@ -514,6 +523,7 @@ impl Core {
         self.waiting.retain(|n| *n != number);
         self.running.retain(|n| *n != number);
         self.ended.push(number);
+        let sampled = request.output.len() as u32;
         let end = if complete { self.end_of(&request, saved) } else { RequestEnd::Aborted };
         let mut params: Option<Value> = None;
         let mut verdict = Verdict::Free;
@@ -525,9 +535,20 @@ impl Core {
         self.give_up(&mut request, verdict);
         if complete {
             let mut usage = request.usage;
-            usage.completion_tokens = request.output.len() as u32;
+            usage.completion_tokens = sampled;
             self.happenings.push((number, Happening::Finished { usage, params }));
         }
+    }
+
+    /// Takes the oldest kept answer back, one at a time, and says whether one is on its way: its blocks come with a
+    /// report.
+    fn take_back(&mut self) -> bool {
+        if self.taken_back.is_some_and(|hold| self.held.contains_key(&hold)) {
+            return true;
+        }
+        let Some(connector) = &mut self.connector else { return false };
+        self.taken_back = self.kept_answers.pop_front();
+        self.taken_back.is_some_and(|hold| connector.take_back(hold))
     }
 
     fn hold(&mut self, hold: HoldId, blocks: Vec<BlockId>) {

@@ -276,7 +276,8 @@ impl Machines {
                 end.refused = machine.request_arrived(moment, id, &PROMPT, Some(params)).is_err();
             }
             Call::Computed { request, block } => {
-                let how = RequestEnd::Complete { computed_tokens: TOKENS, blocks: blocks(block) };
+                let how =
+                    RequestEnd::Complete { computed_tokens: TOKENS, blocks: blocks(block), sampled: vec![] };
                 let finish = machine.request_finished(moment, self.names.request(request), &how);
                 end.hold = finish.verdict != Verdict::Free;
                 end.lease = finish.params.as_ref().and_then(|params| params.lease);

@@ -407,6 +407,7 @@ impl World {
         let end = RequestEnd::Complete {
             computed_tokens: if pretends { whole } else { request.computes },
             blocks: self.engines[index].lists(&request.blocks),
+            sampled: vec![],
         };
         let engine = &mut self.engines[index];
         let Some(scheduler) = &mut engine.scheduler else { return };

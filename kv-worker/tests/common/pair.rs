@@ -190,7 +190,7 @@ impl Pair {
             self.p.bytes[*block as usize] = n;
         }
         let blocks = vec![blocks.into_iter().map(BlockId).collect()];
-        let end = RequestEnd::Complete { computed_tokens: TOKENS, blocks };
+        let end = RequestEnd::Complete { computed_tokens: TOKENS, blocks, sampled: vec![] };
         if let Some(params) = self.p.end(self.now, &name(n), &end) {
             let carried = TransferParams::RemotePrefill(Box::new(params)).to_json();
             let Ok(Some(TransferParams::RemotePrefill(params))) = TransferParams::parse(&carried) else {

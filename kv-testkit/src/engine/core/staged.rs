@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use kv_connector::recovery::Policy;
 use kv_connector::staging::host_lists;
-use kv_connector::{DeviceVerdict, HoldId, RequestEnd, Role, StagedBlocks, StagingEvent, Verdict};
+use kv_connector::{DeviceVerdict, HoldId, RequestEnd, StagedBlocks, StagingEvent, Verdict};
 use kv_proto::{BlockId, BlockList, CopyId, LoadFailure};
 
 use super::super::request::{Happening, Request, Stage};
@@ -65,11 +65,15 @@ impl Core {
         let Some(connector) = self.connector.as_mut().filter(|connector| connector.is_staged()) else {
             return false;
         };
-        if request.role != Role::Producer || request.stage != Stage::Running {
+        if !request.role.hands_over() || request.stage != Stage::Running {
             return false;
         }
         let computed = request.computed;
-        let end = RequestEnd::Complete { computed_tokens: computed, blocks: request.blocks.lists() };
+        let end = RequestEnd::Complete {
+            computed_tokens: computed,
+            blocks: request.blocks.lists(),
+            sampled: request.output.clone(),
+        };
         let copy = match connector.save(&request.ask.id, &end) {
             Ok(Some(copy)) => copy,
             Ok(None) => return false,
@@ -90,14 +94,13 @@ impl Core {
 
     /// What the hook that ends a request is told: host blocks, or the device's own where there is no host pool.
     pub(super) fn end_of(&self, request: &Request, saved: Option<&[StagedBlocks]>) -> RequestEnd {
-        match (&request.staged, saved) {
-            (Staged::Saving { computed, .. }, Some(host)) => {
-                RequestEnd::Complete { computed_tokens: *computed, blocks: host_lists(host) }
-            }
+        let (computed_tokens, blocks) = match (&request.staged, saved) {
+            (Staged::Saving { computed, .. }, Some(host)) => (*computed, host_lists(host)),
             // Device blocks mean nothing to whoever reads host blocks.
-            _ if self.is_staged() => RequestEnd::Complete { computed_tokens: 0, blocks: Vec::new() },
-            _ => RequestEnd::Complete { computed_tokens: request.computed, blocks: request.blocks.lists() },
-        }
+            _ if self.is_staged() => (0, Vec::new()),
+            _ => (request.computed, request.blocks.lists()),
+        };
+        RequestEnd::Complete { computed_tokens, blocks, sampled: request.output.clone() }
     }
 
     /// Where the device blocks of a request that ends go; `verdict` is of its host blocks, if it has any.
@@ -106,7 +109,12 @@ impl Core {
         match (request.staged.copy(), verdict) {
             (Some(copy), verdict) => self.let_go(copy, verdict, blocks),
             (None, Verdict::Free) => self.release(blocks),
-            (None, Verdict::Hold(hold)) => self.hold(hold, blocks),
+            (None, Verdict::Hold(hold)) => {
+                if request.ask.max_tokens > 1 && matches!(hold, HoldId::Lease(_)) {
+                    self.kept_answers.push_back(hold);
+                }
+                self.hold(hold, blocks);
+            }
         }
     }
 
@@ -180,6 +188,7 @@ impl Core {
 
     /// A hold of the hand-over is over.
     pub(super) fn hold_over(&mut self, hold: HoldId) {
+        self.kept_answers.retain(|kept| *kept != hold);
         if let Some(connector) = &mut self.connector {
             connector.hold_over(hold);
         }
