@@ -215,18 +215,6 @@ fn every_token_of_every_turn_equals_the_reference_whatever_the_shapes() {
     }
 }
 
-// H-32, P8
-#[test]
-fn p8_conversations_survive_a_killed_prefill_or_decode_engine() {
-    for (fault, turns) in [("kill-decode", 15), ("kill-prefill", 1)] {
-        let (code, json) = demo(&["--requests", "5", "--turns", "3", "--max-tokens", "12", "--fault", fault]);
-        // Without P there is no next turn.
-        assert!(count(&json, "/requests") >= turns, "{fault}: {json}");
-        assert_eq!(count(&json, "/equal"), count(&json, "/requests"), "{fault}: {json}");
-        assert_eq!(code, 0, "{fault}: {json}");
-    }
-}
-
 #[test]
 fn bytes_that_were_not_moved_make_every_answer_wrong() {
     let (code, json) = demo(&["--requests", "12", "--max-tokens", "8", "--unmoved"]);

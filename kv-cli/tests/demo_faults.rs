@@ -62,6 +62,17 @@ fn between_engines_of_unequal_shapes_a_killed_producer_costs_computation_too() {
     assert!(count(&json, "/recovered/requests") + count(&json, "/recovered/loads_not_begun") > 0, "{json}");
 }
 
+// H-32, P8
+#[test]
+fn p8_conversations_survive_a_killed_prefill_or_decode_engine() {
+    for (fault, turns) in [("kill-decode", 27), ("kill-prefill", 1)] {
+        let told = demo_of(fault, "recompute", ["9", "3"], &["--turns", "3", "--max-tokens", "12"]);
+        assert_recovered(&told);
+        // Without P there is no next turn.
+        assert!(count(&told.1, "/requests") >= turns, "{fault}: {}", told.1);
+    }
+}
+
 // P7, R034
 #[test]
 fn a_reborn_producer_is_not_taken_for_the_one_that_made_the_offers() {

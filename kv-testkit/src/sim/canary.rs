@@ -93,6 +93,12 @@ pub enum Canary {
     OffByOneHead,
     /// H-11: of a window's blocks the first ones are read, as if it had not been clipped.
     WindowNotClipped,
+    /// H-31: the layers of a pipeline stage are paired by their places in it, not by their names.
+    StagesPairedByPlace,
+    /// H-31: of tokens that are dealt out each rank's are taken for the next one's.
+    DealtToNextRank,
+    /// H-11: a state that has a token more in it than was offered is handed over.
+    StateRanAhead,
     /// H-17: one rank's ending counts for another rank of the same consumer too.
     ConsumerCountedTwice,
 }
@@ -143,6 +149,9 @@ impl Canary {
         Self::BreakerIgnored,
         Self::OffByOneHead,
         Self::WindowNotClipped,
+        Self::StagesPairedByPlace,
+        Self::DealtToNextRank,
+        Self::StateRanAhead,
         Self::ConsumerCountedTwice,
     ];
 
@@ -192,6 +201,9 @@ impl Canary {
             Self::BreakerIgnored => "breaker-ignored",
             Self::OffByOneHead => "off-by-one-head",
             Self::WindowNotClipped => "window-not-clipped",
+            Self::StagesPairedByPlace => "stages-paired-by-place",
+            Self::DealtToNextRank => "dealt-to-next-rank",
+            Self::StateRanAhead => "state-ran-ahead",
             Self::ConsumerCountedTwice => "consumer-counted-twice",
         }
     }

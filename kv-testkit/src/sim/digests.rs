@@ -6,7 +6,6 @@ use kv_worker::Failure;
 use kv_worker::machine::io::{DigestOf, Fact};
 
 use super::dice::Dice;
-use super::shape::LAYERS;
 use super::world::{Event, MS, WorkerAt, World};
 
 /// What a worker's driver is computing.
@@ -51,11 +50,11 @@ impl World {
         let mut digests = Vec::new();
         for block in groups.iter().flat_map(|group| group.blocks.iter()) {
             let mut digest = 0;
-            for layer in 0..LAYERS {
+            for layer in shape.layers_of(at.rank) {
                 for head in 0..shape.heads_of(at.rank).1 {
-                    for slot in 0..shape.block_tokens {
-                        let cell = shape.cell(size, layer, block.0, head, slot);
-                        let cell = worker.memory.get(cell).ok_or_else(nowhere)?;
+                    for slot in shape.slots_of(at.rank) {
+                        let cell = shape.cell(size, at.rank, layer, block.0, head, slot);
+                        let cell = cell.and_then(|cell| worker.memory.get(cell)).ok_or_else(nowhere)?;
                         digest = Dice::new(digest ^ cell).number();
                     }
                 }

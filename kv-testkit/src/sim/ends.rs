@@ -10,7 +10,7 @@ use super::canary::Canary;
 
 use super::invariants::Invariant;
 use super::requests::{Request, Stage};
-use super::shape::{BLOCK_TOKENS, LAYERS, stamp};
+use super::shape::{BLOCK_TOKENS, stamp, state};
 use super::world::World;
 
 impl World {
@@ -57,7 +57,7 @@ impl World {
     }
 
     fn load_failed(&mut self, index: usize, id: &RequestId, request: Request, result: LoadResult) {
-        let LoadResult::Failed { hold, reason, valid_tokens, invalid, .. } = result else { return };
+        let LoadResult::Failed { hold, reason, detail, valid_tokens, invalid, .. } = result else { return };
         // What is kept of it is used like what was loaded.
         let kept = valid_tokens / BLOCK_TOKENS;
         if kept > request.local_blocks {
@@ -65,7 +65,7 @@ impl World {
             self.judge(index, id, &request, kept as usize);
         }
         if self.faults.is_empty() {
-            let what = format!("no fault, and yet the load of {id} fails: {}", reason.name());
+            let what = format!("no fault, and yet the load of {id} fails: {} ({detail})", reason.name());
             self.violate(Invariant::Calm, what);
         }
         let keep_tokens = self.cut(index, id, &invalid);
@@ -143,16 +143,37 @@ impl World {
     pub(super) fn judge(&mut self, index: usize, id: &RequestId, request: &Request, blocks: usize) {
         let engine = &self.engines[index];
         let (size, shape, tokens) = (engine.pool.size, engine.shape, self.prompt_len(request.prompt));
+        let offered = shape.asked_of_producer(tokens);
         let here =
-            (blocks as u64).saturating_mul(u64::from(shape.block_tokens)).min(u64::from(tokens)) as u32;
+            (blocks as u64).saturating_mul(u64::from(shape.block_tokens)).min(u64::from(offered)) as u32;
         for (rank, worker) in engine.workers.iter().enumerate() {
             let (first, heads) = shape.heads_of(rank);
-            for layer in 0..LAYERS {
+            for layer in shape.layers_of(rank) {
+                if shape.is_state(layer) {
+                    // It comes with the last token that is offered, or not at all.
+                    let last = request.blocks.last().filter(|_| here == offered);
+                    let cells = last.into_iter().flat_map(|block| (0..heads).map(move |head| (block, head)));
+                    for (block, head) in cells {
+                        let Some(cell) = shape.cell(size, rank, layer, *block, head, 0) else { continue };
+                        let wanted = state(request.prompt, offered, layer, first + head);
+                        if worker.memory[cell] != wanted {
+                            let holds = worker.memory[cell];
+                            let what = format!(
+                                "{id} on D {index} goes on from a state (rank {rank}, layer {layer}, head {}) of \
+                                 {holds} instead of {wanted}",
+                                first + head
+                            );
+                            return self.violate(Invariant::Content, what);
+                        }
+                    }
+                    continue;
+                }
                 for token in shape.first_token(layer, tokens)..here {
                     let position = token / shape.block_tokens;
                     let Some(block) = request.blocks.get(position as usize) else { continue };
                     for head in 0..heads {
-                        let cell = shape.cell(size, layer, *block, head, token % shape.block_tokens);
+                        let slot = token % shape.block_tokens;
+                        let Some(cell) = shape.cell(size, rank, layer, *block, head, slot) else { continue };
                         let holds = worker.memory[cell];
                         let origin = self.origin_of_token(request.prompt, token);
                         let wanted = stamp(origin, token, layer, first + head);

@@ -83,8 +83,8 @@ impl Engine {
             ticking: false,
             lag: if draw.chance(400) { draw.between(5, 40) * MS } else { 0 },
             draining: false,
-            // Of a layer with a window a finished request leaves the end alone, which is no prefix.
-            caches: draw.chance(500) && shape.window.is_none(),
+            // Of a layer with a window, or a state, a finished request leaves the end alone, which is no prefix.
+            caches: draw.chance(500) && shape.odd.is_none(),
             enters_early: draw.chance(700),
             recovery_limits: draw.chance(700).then(|| draw_config(draw)),
             recovery: None,
@@ -138,14 +138,14 @@ impl World {
             (Role::Producer, _) | (_, None) => None,
         };
         let Ok(id) = EngineId::new(format!("engine-{index}")) else { return };
-        let layout = shape.layout(size);
-        let fingerprint = Fingerprint::of("model", &layout);
+        let layout = |rank| shape.layout(rank, size);
+        let fingerprint = Fingerprint::of("model", &layout(0));
         let life = engine.life;
         let workers = (0..engine.ranks)
             .map(|rank| WorkerCard {
                 rank: Rank(rank as u32),
-                memory_sizes: vec![shape.cells(size) as u64 * CELL_BYTES],
-                layout: layout.clone(),
+                memory_sizes: vec![shape.cells(rank, size) as u64 * CELL_BYTES],
+                layout: layout(rank),
                 fingerprint: fingerprint.clone(),
                 transports: vec![TransportCard {
                     name: "sim".to_owned(),
@@ -178,7 +178,7 @@ impl World {
         engine.workers = (0..engine.ranks)
             .map(|rank| {
                 let config = worker_config(id.clone(), incarnation, rank, topology, checksums, canary);
-                WorkerNode::new(config, layout.clone(), shape.cells(size), fingerprint.clone())
+                WorkerNode::new(config, layout(rank), shape.cells(rank, size), fingerprint.clone())
             })
             .collect();
         self.draw_drift(index);

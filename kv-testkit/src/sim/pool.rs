@@ -8,7 +8,7 @@ use kv_sched::{HoldId, Verdict};
 use super::cache::PrefixCache;
 use super::canary::Canary;
 use super::invariants::Invariant;
-use super::shape::{LAYERS, stamp};
+use super::shape::{stamp, state};
 use super::world::{Event, HEAL_AT, Time, World};
 
 /// What an aborted, freed or never written cell holds.
@@ -75,31 +75,44 @@ impl Pool {
 }
 
 impl World {
-    /// Writes a block on every rank: what each layer, head and token of the block, counted from 0, is to hold.
+    /// Writes a block on every rank: what each layer, head and token of the block, counted from 0, is to hold. Of a state
+    /// the first token's stands for the whole.
     pub(super) fn fill(&mut self, index: usize, block: u32, what: impl Fn(usize, u32, u32) -> u64) {
         let engine = &mut self.engines[index];
         let (size, shape) = (engine.pool.size, engine.shape);
         for (rank, worker) in engine.workers.iter_mut().enumerate() {
             let (first, heads) = shape.heads_of(rank);
-            for layer in 0..LAYERS {
+            for layer in shape.layers_of(rank) {
                 for head in 0..heads {
-                    for slot in 0..shape.block_tokens {
-                        worker.memory[shape.cell(size, layer, block, head, slot)] =
-                            what(layer, first + head, slot);
+                    for slot in shape.slots_of(rank) {
+                        if let Some(cell) = shape.cell(size, rank, layer, block, head, slot) {
+                            worker.memory[cell] = what(layer, first + head, slot);
+                        }
                     }
                 }
             }
         }
     }
 
-    /// Writes a block of a prompt on every rank. What has left a layer's window is gone.
-    pub(super) fn fill_with(&mut self, index: usize, block: u32, prompt: usize, position: usize) {
+    /// Writes a block of a prompt on every rank. What has left a layer's window is gone. With `after` it gets the state after
+    /// so many tokens too, where there is one.
+    pub(super) fn fill_with(
+        &mut self,
+        index: usize,
+        block: u32,
+        prompt: usize,
+        position: usize,
+        after: Option<u32>,
+    ) {
         let shape = self.engines[index].shape;
         let tokens = self.prompt_len(prompt);
         let first = position as u32 * shape.block_tokens;
         let origin: Vec<usize> =
             (first..first + shape.block_tokens).map(|token| self.origin_of_token(prompt, token)).collect();
         self.fill(index, block, |layer, head, slot| {
+            if shape.is_state(layer) {
+                return after.map_or(GARBAGE, |tokens| state(prompt, tokens, layer, head));
+            }
             let token = first + slot;
             let left = token < shape.first_token(layer, tokens);
             if left { GARBAGE } else { stamp(origin[slot as usize], token, layer, head) }

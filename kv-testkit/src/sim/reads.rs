@@ -58,10 +58,18 @@ impl World {
             let lost = Failure::new(LoadFailure::PeerLost, "the connection is gone");
             return self.give(at, Fact::ReadEnded { pull, link, result: Err(lost) });
         };
-        let Some(from) = self.links.get(&id).map(|link| link.producer) else { return };
+        let Some(mut from) = self.links.get(&id).map(|link| link.producer) else { return };
         let mut todo: Vec<Piece> = parts.iter().flat_map(|part| &part.ranges).flat_map(pieces).collect();
         if self.has(Canary::OffByOneHead) {
             self.next_head(from, &mut todo);
+        }
+        if self.has(Canary::StagesPairedByPlace) {
+            self.pair_by_place(at, from, &mut todo);
+        }
+        if self.has(Canary::DealtToNextRank) {
+            let topology = self.engines[from.engine].shape.topology();
+            let place = from.rank % topology.context as usize;
+            from.rank = from.rank - place + (place + 1) % topology.context as usize;
         }
         // The order of arrival is nobody's business.
         for i in (1..todo.len()).rev() {
@@ -153,13 +161,28 @@ impl World {
     fn next_head(&self, from: WorkerAt, todo: &mut [Piece]) {
         let engine = &self.engines[from.engine];
         let (shape, blocks) = (engine.shape, engine.pool.size);
-        if shape.heads_of(from.rank).1 < 2 {
-            return;
-        }
-        let (start, next) = (shape.cell(blocks, 0, 0, 0, 0), shape.cell(blocks, 0, 0, 1, 0));
-        let all = shape.cells(blocks);
+        let (layer, slot) = (shape.layers_of(from.rank).start, shape.slots_of(from.rank).start);
+        let cell = |head| shape.cell(blocks, from.rank, layer, 0, head, slot);
+        let (Some(start), Some(next)) = (cell(0), cell(1)) else { return };
+        let all = shape.cells(from.rank, blocks);
         for piece in todo {
             piece.source = (piece.source + next - start).min(all - piece.cells);
+        }
+    }
+
+    /// The canary: the layers of a stage are taken for those at the same places of the reader's own stage.
+    fn pair_by_place(&self, at: WorkerAt, from: WorkerAt, todo: &mut [Piece]) {
+        let layer_cells = |of: WorkerAt| {
+            let engine = &self.engines[of.engine];
+            engine.shape.layer_cells(engine.pool.size)
+        };
+        let (ours, theirs) = (layer_cells(at), layer_cells(from));
+        let layers = self.engines[at.engine].shape.layers_of(at.rank).len();
+        for piece in todo {
+            let place = piece.source / theirs;
+            if place < layers {
+                piece.destination = place * ours + piece.destination % ours;
+            }
         }
     }
 

@@ -45,6 +45,8 @@ pub(super) struct Request {
     pub(super) retries: u32,
     /// On P: tokens that will have been computed when it ends.
     computes: u32,
+    /// On P: it goes on by a token before it ends, as an engine does that schedules ahead. A state cannot go back.
+    runs_ahead: bool,
     /// On P: when every worker has the plan that announced it. No token is computed before, since the plan comes with
     /// the work (H-8).
     pub(super) announced_at: Option<Time>,
@@ -126,6 +128,10 @@ impl World {
             return;
         }
         let mut tokens = self.prompts[prompt].tokens.clone();
+        if self.engines[index].role == Role::Producer {
+            tokens.truncate(self.engines[index].shape.asked_of_producer(tokens.len() as u32) as usize);
+        }
+        let asked = tokens.clone();
         let now = self.now;
         let mut params = params.clone();
         if self.engines[index].role == Role::Consumer && self.strikes(FaultKind::PromptChanged) {
@@ -145,7 +151,7 @@ impl World {
             self.tell(|| "   …naming other blocks than P did".to_owned());
             forge_blocks(&mut params);
         }
-        let changed = tokens != self.prompts[prompt].tokens;
+        let changed = tokens != asked;
         let parsed = match TransferParams::parse(&params) {
             Ok(parsed) => parsed,
             Err(error) => return self.violate(Invariant::Calm, format!("own parameters refused: {error}")),
@@ -174,6 +180,7 @@ impl World {
                     good: 0,
                     retries: 0,
                     computes: 0,
+                    runs_ahead: false,
                     announced_at: None,
                 };
                 engine.requests.insert(id.clone(), request);
@@ -295,22 +302,29 @@ impl World {
         let after = |left: u64| all * (of - left) as usize / of as usize;
         for position in after(left)..after(left - 1) {
             let Some(block) = request.blocks.get(position) else { return };
-            self.fill_with(index, *block, request.prompt, position);
+            let is_last = position + 1 == request.blocks.len();
+            let after = is_last.then_some(request.computes + u32::from(request.runs_ahead));
+            self.fill_with(index, *block, request.prompt, position, after);
         }
     }
 
     /// On D: what was missing was computed in the turns that are over.
     fn compute_missing(&mut self, index: usize, request: &Request) {
         for (position, block) in request.blocks.iter().enumerate().skip(request.good as usize) {
-            self.fill_with(index, *block, request.prompt, position);
+            let is_last = position + 1 == request.blocks.len();
+            let after = is_last.then(|| self.prompt_len(request.prompt));
+            self.fill_with(index, *block, request.prompt, position, after);
         }
         self.enter(index, request.prompt, &request.blocks, 0..request.blocks.len(), false);
     }
 
     fn admit(&mut self, index: usize, id: &RequestId, request: &Request) {
-        let tokens = self.prompt_len(request.prompt);
-        let needed = tokens.div_ceil(self.engines[index].shape.block_tokens) as usize;
+        let (shape, mut tokens) = (self.engines[index].shape, self.prompt_len(request.prompt));
         let consumes = request.task == Task::Consumer;
+        if !consumes {
+            tokens = shape.asked_of_producer(tokens);
+        }
+        let needed = tokens.div_ceil(shape.block_tokens) as usize;
         let found = if consumes { self.cached_prefix(index, request.prompt) } else { Vec::new() };
         let Some(blocks) = self.engines[index].pool.take(&found, needed) else { return };
         // Now and then more of it was computed by requests outside the story, up to the whole.
@@ -324,6 +338,9 @@ impl World {
             computes = self.dice.below(u64::from(tokens)) as u32;
             self.tell(|| format!("{id} will end after {computes} of {tokens} tokens"));
         }
+        // Of nothing else is a token more than was asked for too much.
+        let runs_ahead =
+            computes < self.prompt_len(request.prompt) && computes == tokens && self.dice.chance(250);
         let turns = self.dice.between(1, 6);
         if let Some(record) = self.engines[index].requests.get_mut(id) {
             record.blocks.clone_from(&blocks);
@@ -331,10 +348,11 @@ impl World {
             record.local_blocks = cached;
             record.good = cached;
             record.computes = computes;
+            record.runs_ahead = runs_ahead;
         }
         for (position, block) in blocks.iter().enumerate().skip(found.len()) {
             if position < cached as usize {
-                self.fill_with(index, *block, request.prompt, position);
+                self.fill_with(index, *block, request.prompt, position, None);
             } else {
                 self.fill(index, *block, |_, _, _| GARBAGE);
             }
@@ -403,9 +421,10 @@ impl World {
             self.recovery_over(index, id);
         }
         let pretends = self.has(Canary::HalfPromptHandedOver);
-        let whole = self.prompt_len(request.prompt);
+        let whole = self.engines[index].shape.asked_of_producer(self.prompt_len(request.prompt));
+        let ahead = u32::from(request.runs_ahead && !self.has(Canary::StateRanAhead));
         let end = RequestEnd::Complete {
-            computed_tokens: if pretends { whole } else { request.computes },
+            computed_tokens: if pretends { whole } else { request.computes + ahead },
             blocks: self.engines[index].lists(&request.blocks),
             sampled: vec![],
         };

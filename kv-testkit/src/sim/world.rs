@@ -249,7 +249,10 @@ impl World {
         let mut prompts: Vec<Prompt> = Vec::new();
         for number in 0..requests {
             let mut prompt = Prompt {
-                tokens: (0..draw.between(1, PROMPT_MAX_TOKENS.into()))
+                // Where there is a state the last token is never the producer's.
+                tokens: (0..draw
+                    .between(1, PROMPT_MAX_TOKENS.into())
+                    .max(2 - u64::from(of_d.asked_of_producer(1))))
                     .map(|i| (number as u32 + 1) * 100 + i as u32)
                     .collect(),
                 origin: Vec::new(),
