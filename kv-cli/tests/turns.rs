@@ -108,7 +108,8 @@ fn of_a_history_that_a_router_changed_only_the_common_prefix_is_read_back() {
     let _turn = my_turn();
     let stage = Stage::new(&[], &[]);
     block_on(async {
-        let changes: [(&str, fn(&mut Vec<u32>), u64); 5] = [
+        type Change = (&'static str, fn(&mut Vec<u32>), u64);
+        let changes: [Change; 5] = [
             // Of 65 + 20 tokens P's cache has 64.
             ("nothing", |_| {}, 85),
             ("an edited answer", |h| h[82] = 77, 80),
