@@ -38,6 +38,9 @@ impl Stage {
 
 /// Tokens of an answer.
 const ANSWER: u32 = 21;
+/// What a router made of a history, and how many of its tokens are still those that D holds.
+type Change = (&'static str, fn(&mut Vec<u32>), u64);
+
 /// What is the start of a conversation.
 fn nothing() -> Value {
     json!({})
@@ -108,7 +111,6 @@ fn of_a_history_that_a_router_changed_only_the_common_prefix_is_read_back() {
     let _turn = my_turn();
     let stage = Stage::new(&[], &[]);
     block_on(async {
-        type Change = (&'static str, fn(&mut Vec<u32>), u64);
         let changes: [Change; 5] = [
             // Of 65 + 20 tokens P's cache has 64.
             ("nothing", |_| {}, 85),
