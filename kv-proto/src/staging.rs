@@ -65,8 +65,11 @@ pub struct CopyGroup {
 /// A copy that every rank is to make of its part of the blocks. Answered by [`CopyNews`] of each.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CopyOrder {
-    /// Its id. Orders come with ascending ids, each once.
+    /// Its id. A copy is ordered once.
     pub copy: CopyId,
+    /// Number of the order. It ascends from order to order, which the id need not do: so a worker tells an order that comes
+    /// again from a new one.
+    pub number: u64,
     /// Which way.
     pub way: CopyWay,
     /// Which blocks.
@@ -255,7 +258,12 @@ mod tests {
             device: list(device),
             host: list(host),
         };
-        CopyOrder { copy: CopyId(1), way: CopyWay::Save, groups: groups.iter().map(part).collect() }
+        CopyOrder {
+            copy: CopyId(1),
+            number: 1,
+            way: CopyWay::Save,
+            groups: groups.iter().map(part).collect(),
+        }
     }
 
     #[test]

@@ -161,6 +161,19 @@ fn requests_get_room_in_their_order_and_nobody_overtakes() {
 }
 
 #[test]
+fn orders_are_numbered_as_they_are_given_in_whatever_order_loads_end() {
+    let mut s = staging(1, 4);
+    let first = s.room(at(0), blocks(20, 2)).unwrap();
+    let second = s.room(at(0), blocks(30, 2)).unwrap();
+    assert_eq!(s.restore(at(1), second, 9), Ok(true));
+    let unsent = ordered(&mut s);
+    assert_eq!(s.restore(at(2), first, 9), Ok(true));
+    s.put_back(unsent);
+    let orders: Vec<_> = ordered(&mut s).iter().map(|order| (order.copy, order.number)).collect();
+    assert_eq!(orders, [(second, 1), (first, 2)]);
+}
+
+#[test]
 fn what_can_never_be_staged_is_refused_with_the_values_and_changes_nothing() {
     let mut s = staging(1, 4);
     let refused = |s: &mut Staging, device| s.save(at(0), device).unwrap_err().to_string();
@@ -221,6 +234,8 @@ struct Oracle {
     saved: BTreeMap<CopyId, Vec<BlockId>>,
     device_held: BTreeSet<CopyId>,
     all: Vec<CopyId>,
+    /// Of the last order.
+    number: u64,
 }
 
 impl Oracle {
@@ -238,6 +253,7 @@ impl Oracle {
     fn carry(&mut self, s: &mut Staging) {
         for order in s.take_orders() {
             assert_eq!(order.check(100, 6, 1), Ok(()));
+            assert!(std::mem::replace(&mut self.number, order.number) < order.number);
             let host: Vec<BlockId> = order.groups[0].host.iter().collect();
             match order.way {
                 CopyWay::Save => self.fresh(&host),

@@ -177,7 +177,7 @@ fn copy(id: u64, way: CopyWay, groups: &[(u32, &[u32], &[u32])]) -> CopyOrder {
         device: list(device),
         host: list(host),
     };
-    CopyOrder { copy: CopyId(id), way, groups: groups.iter().map(part).collect() }
+    CopyOrder { copy: CopyId(id), number: 9 - id, way, groups: groups.iter().map(part).collect() }
 }
 
 /// Every reason for which a copy fails.

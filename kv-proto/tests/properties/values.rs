@@ -105,8 +105,8 @@ pub(crate) fn plan() -> impl Strategy<Value = Plan> {
 fn copy() -> impl Strategy<Value = CopyOrder> {
     let part = (any::<u32>(), block_list(u32::MAX), block_list(1000));
     let groups = vec(part.prop_map(|(group, device, host)| CopyGroup { group, device, host }), 0..3);
-    (any::<u64>(), select(&[CopyWay::Save, CopyWay::Restore][..]), groups)
-        .prop_map(|(copy, way, groups)| CopyOrder { copy: CopyId(copy), way, groups })
+    (any::<[u64; 2]>(), select(&[CopyWay::Save, CopyWay::Restore][..]), groups)
+        .prop_map(|([copy, number], way, groups)| CopyOrder { copy: CopyId(copy), number, way, groups })
 }
 
 fn copy_news() -> impl Strategy<Value = (CopyId, CopyNews)> {

@@ -36,8 +36,8 @@ pub(super) struct Executor {
     /// Orders that wait for their turn, until when.
     queue: VecDeque<(CopyOrder, Instant)>,
     under_way: Vec<UnderWay>,
-    /// The highest id taken so far.
-    last: Option<CopyId>,
+    /// The highest number of an order so far.
+    last: Option<u64>,
     /// Why the device is not asked for anything any more.
     lost: Option<String>,
     /// What is to be told.
@@ -100,13 +100,13 @@ impl Executor {
     fn take(&mut self, new: Vec<CopyOrder>) {
         let until = Instant::now() + self.limits.copy;
         for order in new {
-            if self.last.is_some_and(|last| order.copy <= last) {
-                // The one that had this id may be under way: to answer would be to say that it is over.
+            if self.last.is_some_and(|last| order.number <= last) {
+                // The copy that it names may be under way: to answer would be to say that it is over.
                 self.counters.repeated.fetch_add(1, Ordering::Relaxed);
-                tracing::warn!(copy = %order.copy, "a copy is ordered again, or too late; it is not followed");
+                tracing::warn!(copy = %order.copy, order.number, "an order came again; it is not followed");
                 continue;
             }
-            self.last = Some(order.copy);
+            self.last = Some(order.number);
             self.queue.push_back((order, until));
         }
     }

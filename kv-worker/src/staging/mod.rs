@@ -124,7 +124,7 @@ pub struct StagerStats {
     pub begun: u64,
     /// Of these, how many are over.
     pub over: u64,
-    /// Orders whose id was not above all ids before; they are not followed, and not answered.
+    /// Orders whose number was not above all before; they are not followed, and not answered.
     pub repeated: u64,
 }
 
@@ -177,7 +177,7 @@ impl Stager {
         Ok(Self { orders: Some(orders), counters, over })
     }
 
-    /// Takes orders. Each is answered, but for those whose id came before. Never blocks.
+    /// Takes orders. Each is answered, but for those that came before. Never blocks.
     pub fn order(&self, orders: Vec<CopyOrder>) {
         if let Some(to_thread) = &self.orders {
             // The thread ends after this handle; what it does not take is not begun either.

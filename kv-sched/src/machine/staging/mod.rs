@@ -89,6 +89,7 @@ impl Record {
 pub struct Staging {
     config: StagingConfig,
     next_copy: u64,
+    next_order: u64,
     pool: HostPool,
     /// In the order in which they were asked for, which is the order in which they get room.
     records: BTreeMap<CopyId, Record>,
@@ -106,6 +107,7 @@ impl Staging {
             pool: HostPool::new(config.host_blocks),
             config,
             next_copy: 1,
+            next_order: 1,
             records: BTreeMap::new(),
             timers: Timers::default(),
             orders: Vec::new(),
@@ -193,7 +195,8 @@ impl Staging {
             host: pair.host.clone(),
         };
         let groups = (0..).zip(&pairs).filter(|(_, pair)| !pair.host.is_empty()).map(part).collect();
-        self.orders.push(CopyOrder { copy, way, groups });
+        self.orders.push(CopyOrder { copy, number: self.next_order, way, groups });
+        self.next_order += 1;
         let until = now + self.config.copy_limit;
         self.timers.set(until, copy);
         Copying { pairs, ranks: (0..self.config.ranks).map(Rank).collect(), until }
