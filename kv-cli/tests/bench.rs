@@ -1,23 +1,16 @@
 //! `kvx bench` end to end, with sizes so small that only its correctness is looked at: no time is judged here.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test fails by panicking.
 
+mod common;
+
 use std::process::{Command, Stdio};
 
+use common::run as kvx;
 use serde_json::Value;
 
 /// Small enough for any machine.
 const TINY: [&str; 8] =
     ["--pool-bytes", "8m", "--total-bytes", "1m", "--block-bytes", "4k,64k", "--rounds", "1"];
-
-fn kvx(arguments: &[&str]) -> (i32, String, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_kvx"))
-        .args(arguments)
-        .stdin(Stdio::null())
-        .output()
-        .expect("kvx runs");
-    let text = |bytes| String::from_utf8(bytes).unwrap();
-    (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
-}
 
 fn keys(value: &Value) -> Vec<&str> {
     let mut keys: Vec<&str> = value.as_object().unwrap().keys().map(String::as_str).collect();

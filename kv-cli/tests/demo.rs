@@ -20,6 +20,8 @@ fn demo(arguments: &[&str]) -> (i32, Value) {
     let json: Value = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}\n{err}"));
     let number = |pointer: &str| json.pointer(pointer).unwrap_or_else(|| panic!("{pointer}: {json}"));
     for pointer in [
+        "/shapes/producer/ranks",
+        "/shapes/consumer/block_tokens",
         "/requests",
         "/aborted",
         "/not_prefilled",

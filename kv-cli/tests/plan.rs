@@ -1,20 +1,12 @@
 //! `kvx plan` end to end: what it says of engines that fit, of such that do not, and of files that cannot be used.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A test fails by panicking.
 
+mod common;
+
 use std::path::Path;
-use std::process::{Command, Stdio};
 
+use common::run as kvx;
 use serde_json::{Value, json};
-
-fn kvx(arguments: &[&str]) -> (i32, String, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_kvx"))
-        .args(arguments)
-        .stdin(Stdio::null())
-        .output()
-        .expect("kvx runs");
-    let text = |bytes| String::from_utf8(bytes).unwrap();
-    (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
-}
 
 /// Shape files with what differs from a plain one: P as TOML is made by others, here both are JSON.
 struct Files(tempfile::TempDir);

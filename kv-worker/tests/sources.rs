@@ -178,6 +178,21 @@ fn p4_a_worker_that_cannot_be_reached_fails_the_load_and_frees_the_others() {
 }
 
 #[test]
+fn p3_a_load_that_fails_at_its_first_worker_at_once_reads_nothing_from_the_others() {
+    let mut rig = reading();
+    for source in 0..2 {
+        read_ended(&mut rig, 4, 1, source);
+        rig.hear(5, dialled(source.into()), confirmed(5, 1));
+    }
+    rig.loads();
+    // Worker 0 breaks the protocol, and is not tried again at once.
+    rig.hear(6, dialled(0), WorkerMessage::Renew { seq: 0, all: true, wanted: vec![], dropped: vec![] });
+    assert_eq!(rig.order(7, &[load(1, 6, 2)]), ["d1: release 6/2 aborted"], "no read");
+    assert_eq!(rig.loads(), ends(&[(2, "peer_lost")]));
+    assert_eq!(rig.m.stats().pulls, 0);
+}
+
+#[test]
 fn a_load_that_is_cancelled_is_cancelled_at_every_worker() {
     let mut rig = reading();
     let said = rig.order(4, &[cancel(1)]);

@@ -132,6 +132,23 @@ pub(crate) struct DemoArgs {
     pub(crate) unmoved: bool,
 }
 
+/// How one engine's cache is cut and laid out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shape {
+    pub(crate) ranks: u32,
+    pub(crate) layout: CacheLayout,
+    pub(crate) block_tokens: u32,
+}
+
+/// Both engines, and what they run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shapes {
+    pub(crate) producer: Shape,
+    pub(crate) consumer: Shape,
+    /// Kind and KV heads of the tiny model, if it is that one.
+    pub(crate) tiny: Option<(KindArg, u32)>,
+}
+
 /// Numbers of KV heads of which the demonstration takes the first that fits both engines.
 const KV_HEADS: [u32; 4] = [4, 8, 12, 24];
 
@@ -142,6 +159,24 @@ impl DemoArgs {
             |heads: &u32| heads.is_multiple_of(self.prefill_ranks) && heads.is_multiple_of(self.decode_ranks);
         // Where none fits the workers say so, with both figures.
         self.kv_heads.or_else(|| KV_HEADS.into_iter().find(fits)).unwrap_or(KV_HEADS[0])
+    }
+
+    /// What both engines are like.
+    pub(crate) fn shapes(&self) -> Shapes {
+        Shapes {
+            producer: Shape {
+                ranks: self.prefill_ranks,
+                layout: self.prefill_layout,
+                block_tokens: self.prefill_block,
+            },
+            consumer: Shape {
+                ranks: self.decode_ranks,
+                layout: self.decode_layout,
+                block_tokens: self.decode_block,
+            },
+            // A folder's model says by itself what it is.
+            tiny: self.model.is_none().then(|| (self.model_kind, self.heads())),
+        }
     }
 
     /// Whether both engines have the same ranks, blocks and layout.

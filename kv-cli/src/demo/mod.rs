@@ -119,7 +119,7 @@ async fn play(args: &Arc<DemoArgs>, wishes: Vec<Wish>) -> Result<Outcome, Failur
         let reference = references.get(&wish.prompt).cloned();
         Row { wish, reference, seen }
     };
-    Ok(Outcome::new(seen.into_iter().map(row).collect(), figures, args.fault, args.policy))
+    Ok(Outcome::new(seen.into_iter().map(row).collect(), figures, args.fault, args.policy, args.shapes()))
 }
 
 fn tokens_of(seen: Seen) -> Result<Vec<u32>, Failure> {

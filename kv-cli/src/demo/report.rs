@@ -9,15 +9,60 @@ use serde_json::{Value, json};
 
 use clap::ValueEnum;
 use kv_connector::recovery::Policy;
+use kv_testkit::engine::cache_layout::CacheLayout;
 
-use super::args::{AbortMode, FaultMode};
+use super::args::{AbortMode, FaultMode, Shape, Shapes};
 use super::client::{Ending, Seen, Wish};
+use crate::serve::KindArg;
 
 /// What an engine's error says of a load that failed.
 const LOAD_FAILED: &str = "could not be loaded";
 
-fn fault_name(fault: FaultMode) -> String {
-    fault.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+fn name_of(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
+impl Shape {
+    fn json(&self) -> Value {
+        json!({ "ranks": self.ranks, "layout": self.layout.to_string(), "block_tokens": self.block_tokens })
+    }
+
+    fn text(&self) -> String {
+        let ranks = if self.ranks == 1 { "rank" } else { "ranks" };
+        format!("{} {ranks}, {}, blocks of {} tokens", self.ranks, self.layout, self.block_tokens)
+    }
+}
+
+impl Shapes {
+    /// What they are if nobody asks for anything else.
+    fn usual() -> Self {
+        let one = Shape { ranks: 1, layout: CacheLayout::default(), block_tokens: 16 };
+        Self { producer: one, consumer: one, tiny: Some((KindArg::Gqa, 4)) }
+    }
+
+    fn json(&self) -> Value {
+        let (kind, heads) = self.tiny.unzip();
+        json!({
+            "producer": self.producer.json(),
+            "consumer": self.consumer.json(),
+            "model_kind": kind.as_ref().map(name_of),
+            "kv_heads": heads,
+        })
+    }
+
+    /// One line, if they are not the usual ones.
+    fn line(&self) -> Option<String> {
+        let usual = Self::usual();
+        if (self.producer, self.consumer) == (usual.producer, usual.consumer)
+            && (self.tiny.is_none() || self.tiny == usual.tiny)
+        {
+            return None;
+        }
+        let model = self.tiny.map_or_else(String::new, |(kind, heads)| {
+            format!("; {} model of {heads} KV heads", name_of(&kind))
+        });
+        Some(format!("shapes    P: {}; D: {}{model}", self.producer.text(), self.consumer.text()))
+    }
 }
 
 /// One request beside its reference.
@@ -97,6 +142,7 @@ pub(crate) struct Outcome {
     figures: Figures,
     fault: FaultMode,
     policy: Policy,
+    shapes: Shapes,
 }
 
 fn milliseconds(span: Duration) -> f64 {
@@ -110,8 +156,14 @@ fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
 }
 
 impl Outcome {
-    pub(crate) fn new(rows: Vec<Row>, figures: Figures, fault: FaultMode, policy: Policy) -> Self {
-        Self { rows, figures, fault, policy }
+    pub(crate) fn new(
+        rows: Vec<Row>,
+        figures: Figures,
+        fault: FaultMode,
+        policy: Policy,
+        shapes: Shapes,
+    ) -> Self {
+        Self { rows, figures, fault, policy, shapes }
     }
 
     fn count(&self, judgement: Judgement) -> usize {
@@ -196,6 +248,7 @@ impl Outcome {
         let failed = &self.figures.consumer["connector"]["loads"]["failed"];
         let first = self.first_tokens();
         json!({
+            "shapes": self.shapes.json(),
             "requests": self.requests(),
             "aborted": self.count(Judgement::Aborted),
             "not_prefilled": self.count(Judgement::NotPrefilled),
@@ -217,7 +270,7 @@ impl Outcome {
                 "consumer_lost": leases["consumer_lost"],
                 "lapsed": failed["lapsed"].as_u64().unwrap_or(0),
             },
-            "fault": fault_name(self.fault),
+            "fault": name_of(&self.fault),
             "policy": self.policy.name(),
             "recovered": {
                 "requests": self.figures.sum("/recovered/requests"),
@@ -236,7 +289,7 @@ impl Outcome {
         })
     }
 
-    /// The table of requests and the summary below it.
+    /// The table of requests and the summary below it; above it the shapes, if they are not the usual ones.
     pub(crate) fn text(&self, colour: bool) -> String {
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
@@ -288,7 +341,8 @@ impl Outcome {
                 Cell::new(word).fg(shade),
             ]);
         }
-        format!("{table}\n{}", self.summary())
+        let shapes = self.shapes.line().map_or_else(String::new, |line| line + "\n");
+        format!("{shapes}{table}\n{}", self.summary())
     }
 
     fn summary(&self) -> String {
@@ -384,7 +438,47 @@ mod tests {
     }
 
     fn outcome(rows: Vec<Row>, figures: Figures) -> Outcome {
-        Outcome::new(rows, figures, FaultMode::None, Policy::Recompute)
+        Outcome::new(rows, figures, FaultMode::None, Policy::Recompute, Shapes::usual())
+    }
+
+    #[test]
+    fn shapes_are_told_where_they_are_not_the_usual_ones() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            demo: super::super::DemoArgs,
+        }
+        let of = |arguments: &str| {
+            let line = ["kvx"].into_iter().chain(arguments.split_whitespace());
+            <Line as clap::Parser>::parse_from(line).demo.shapes()
+        };
+        let first_line = |shapes| {
+            let text =
+                Outcome::new(vec![], figures(0), FaultMode::None, Policy::Recompute, shapes).text(false);
+            text.lines().next().map(str::to_owned).unwrap()
+        };
+        for usual in ["", "--kv-heads 4", "--requests 2", "--model DIR"] {
+            assert!(!first_line(of(usual)).contains("shapes"), "{usual}");
+        }
+        let uneven = of("--prefill-ranks 2 --prefill-layout nhd-apart --decode-block 32 --model-kind hybrid");
+        assert_eq!(
+            first_line(uneven),
+            "shapes    P: 2 ranks, nhd-apart, blocks of 16 tokens; D: 1 rank, hnd, blocks of 32 tokens; hybrid model of 4 \
+             KV heads"
+        );
+        assert_eq!(
+            uneven.json(),
+            json!({
+                "producer": { "ranks": 2, "layout": "nhd-apart", "block_tokens": 16 },
+                "consumer": { "ranks": 1, "layout": "hnd", "block_tokens": 32 },
+                "model_kind": "hybrid",
+                "kv_heads": 4,
+            })
+        );
+        assert!(first_line(of("--kv-heads 8")).ends_with("gqa model of 8 KV heads"));
+        let own = of("--model DIR --decode-ranks 2");
+        assert!(first_line(own).ends_with("blocks of 16 tokens"));
+        assert_eq!((&own.json()["model_kind"], &own.json()["kv_heads"]), (&Value::Null, &Value::Null));
     }
 
     #[test]
@@ -397,7 +491,9 @@ mod tests {
             let error = Ending::Error("the KV cache of the prompt could not be loaded: gone".into());
             vec![row(answered(&[1]), &[1]), row(error, &[1]), row(Ending::NotPrefilled("x".into()), &[1])]
         };
-        let judge = |rows, figures, policy| Outcome::new(rows, figures, FaultMode::KillPrefill, policy);
+        let judge = |rows, figures, policy| {
+            Outcome::new(rows, figures, FaultMode::KillPrefill, policy, Shapes::usual())
+        };
         let good = judge(rows(), failed("peer_lost"), Policy::Fail);
         assert!(good.is_good());
         assert_eq!(good.json()["reasons"], json!({ "peer_lost": 4 }), "over all lives of D");

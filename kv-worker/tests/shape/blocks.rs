@@ -186,6 +186,12 @@ fn blocks_of_two_groups_that_share_a_few_bytes_are_refused() {
     assert_eq!(together(&state(128), &[3], &[3]), Ok(()));
     assert_eq!(together(&state(48), &[0], &[1]), shared((0, 1), (48, 64)));
     assert_eq!(together(&state(48), &[1], &[1]), Ok(()));
+    // Where the first blocks have nothing in common, later ones do.
+    let later = aliased(&[FULL, GroupKind::State], |l| {
+        (l.regions[1].base, l.regions[1].block_stride) = (100, 128);
+    });
+    assert_eq!(together(&later, &[1, 0], &[0]), shared((1, 0), (100, 116)));
+    assert_eq!(together(&later, &[0, 2], &[0]), Ok(()));
 }
 
 #[test]
