@@ -32,6 +32,8 @@ mod reads;
 mod serve;
 mod shared;
 mod status;
+#[cfg(test)]
+mod strangers;
 mod worker;
 
 use std::fmt;
