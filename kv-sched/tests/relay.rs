@@ -134,7 +134,7 @@ fn of_an_edited_history_the_common_prefix_is_read_back_and_not_as_many_tokens_as
     assert_eq!(read_back(&held, &turn(|h| h[13] = 77)), 12, "an edited answer");
     assert_eq!(read_back(&held, &turn(|h| h.insert(13, 77))), 12, "a token more");
     assert_eq!(read_back(&held, &turn(|h| _ = h.remove(13))), 12, "a token less");
-    assert_eq!(read_back(&held, &turn(|h| _ = h.pop())), 20, "the last one less");
+    assert_eq!(read_back(&held, &turn(|h| h.truncate(21))), 20, "the last one less");
     assert_eq!(read_back(&held, &held[..9]), 8, "a turn that was taken back");
     assert_eq!(read_back(&held, &turn(|h| h[0] = 77)), 0, "another conversation");
 }

@@ -22,11 +22,12 @@ fn assert_good(seed: u64) -> Outcome {
 #[test]
 fn p1_to_p8_hold_in_every_world_and_every_fault_strikes() {
     let (mut loaded, mut struck) = (0, BTreeSet::new());
-    let (mut cache_hits, mut retried, mut recovered, mut refused) = (0, 0, 0, 0);
+    let (mut read_back, mut cache_hits, mut retried, mut recovered, mut refused) = (0, 0, 0, 0, 0);
     for seed in 0..3_000 {
         let outcome = assert_good(seed);
         loaded += outcome.loaded;
         cache_hits += outcome.cache_hits;
+        read_back += outcome.read_back;
         retried += outcome.retried;
         recovered += outcome.recovered;
         refused += outcome.refused;
@@ -34,6 +35,7 @@ fn p1_to_p8_hold_in_every_world_and_every_fault_strikes() {
     }
     assert!(loaded > 3_000, "only {loaded} loads ended well: the worlds show too little");
     assert!(cache_hits > 1_000, "only {cache_hits} blocks were found in caches");
+    assert!(read_back > 500, "producers read back only {read_back} answers");
     assert!(retried > 100 && recovered > 0, "of {retried} further attempts {recovered} ended well");
     assert!(refused > 100, "breakers kept only {refused} loads back");
     let silent: Vec<&str> = FaultKind::ALL.iter().filter(|k| !struck.contains(k)).map(|k| k.name()).collect();

@@ -99,6 +99,8 @@ pub enum Canary {
     DealtToNextRank,
     /// H-11: a state that has a token more in it than was offered is handed over.
     StateRanAhead,
+    /// H-32: of a kept answer as many tokens are read back as it has, whatever the history says.
+    HistoryCounted,
     /// H-17: one rank's ending counts for another rank of the same consumer too.
     ConsumerCountedTwice,
 }
@@ -152,6 +154,7 @@ impl Canary {
         Self::StagesPairedByPlace,
         Self::DealtToNextRank,
         Self::StateRanAhead,
+        Self::HistoryCounted,
         Self::ConsumerCountedTwice,
     ];
 
@@ -204,6 +207,7 @@ impl Canary {
             Self::StagesPairedByPlace => "stages-paired-by-place",
             Self::DealtToNextRank => "dealt-to-next-rank",
             Self::StateRanAhead => "state-ran-ahead",
+            Self::HistoryCounted => "history-counted",
             Self::ConsumerCountedTwice => "consumer-counted-twice",
         }
     }

@@ -7,10 +7,10 @@ use kv_recovery::{BlockRef, GroupTable, Holder, LoadState, Need, Policy, Situati
 use kv_sched::LoadResult;
 
 use super::canary::Canary;
-
+use super::engine::Role;
 use super::invariants::Invariant;
 use super::requests::{Request, Stage};
-use super::shape::{BLOCK_TOKENS, stamp, state};
+use super::shape::{stamp, state};
 use super::world::World;
 
 impl World {
@@ -36,6 +36,7 @@ impl World {
         match &result {
             LoadResult::Loaded { .. } => {
                 self.loaded += 1;
+                self.read_back += u64::from(self.engines[index].role == Role::Producer);
                 self.recovered += u64::from(request.retries > 0);
             }
             LoadResult::Failed { .. } => self.failed += 1,
@@ -44,22 +45,27 @@ impl World {
             LoadResult::Failed { .. } if !self.has(Canary::FailedTakenAsLoaded) => {
                 self.load_failed(index, id, request, result);
             }
-            LoadResult::Loaded { .. } | LoadResult::Failed { .. } => {
-                self.judge(index, id, &request, usize::MAX);
-                self.enter(index, request.prompt, &request.blocks, 0..request.blocks.len(), false);
-                self.load_was_good(index, id, &request);
-                if let Some(record) = self.engines[index].requests.get_mut(id) {
-                    record.good = record.blocks.len() as u32;
-                }
-                self.run_on(index, id);
-            }
+            LoadResult::Loaded { tokens, .. } => self.load_good(index, id, &request, tokens),
+            LoadResult::Failed { .. } => self.load_good(index, id, &request, u32::MAX),
         }
+    }
+
+    /// A load is taken as good: so many tokens, or all that there are.
+    fn load_good(&mut self, index: usize, id: &RequestId, request: &Request, tokens: u32) {
+        self.judge_tokens(index, id, request, tokens);
+        self.enter(index, request.prompt, &request.blocks, 0..request.blocks.len(), false);
+        self.load_was_good(index, id, request);
+        if let Some(record) = self.engines[index].requests.get_mut(id) {
+            record.good = record.blocks.len() as u32;
+        }
+        self.run_on(index, id);
     }
 
     fn load_failed(&mut self, index: usize, id: &RequestId, request: Request, result: LoadResult) {
         let LoadResult::Failed { hold, reason, detail, valid_tokens, invalid, .. } = result else { return };
         // What is kept of it is used like what was loaded.
-        let kept = valid_tokens / BLOCK_TOKENS;
+        let block_tokens = self.engines[index].shape.block_tokens;
+        let kept = valid_tokens / block_tokens;
         if kept > request.local_blocks {
             self.kept += 1;
             self.judge(index, id, &request, kept as usize);
@@ -76,7 +82,7 @@ impl World {
         }
         if let Some(record) = self.engines[index].requests.get_mut(id) {
             record.blocks = blocks;
-            record.good = keep_tokens / BLOCK_TOKENS;
+            record.good = keep_tokens / block_tokens;
             record.stage = Stage::Between;
         }
         self.ask_recovery(index, id, &request, reason, keep_tokens);
@@ -91,14 +97,14 @@ impl World {
             .iter()
             .map(|(key, request)| (key, request, request.blocks.iter().copied().map(BlockId).collect()))
             .collect();
-        let block_tokens = NonZeroU32::new(BLOCK_TOKENS).unwrap_or(NonZeroU32::MIN);
+        let block_tokens = NonZeroU32::new(engine.shape.block_tokens).unwrap_or(NonZeroU32::MIN);
         let holders: Vec<Holder<'_, &RequestId>> = tables
             .iter()
             .map(|(key, request, blocks)| {
-                let good_tokens = request.good * BLOCK_TOKENS;
+                let good_tokens = request.good * engine.shape.block_tokens;
                 let all = self.prompt_len(request.prompt);
                 // The others stand on what is good; whatever else they have is being written.
-                let computed = if *key == id { all } else { good_tokens.min(all) };
+                let computed = if *key == id { request.covered } else { good_tokens.min(all) };
                 let table = GroupTable { group: 0, block_tokens, blocks, need: Need::All };
                 let state = if engine.enters_early {
                     LoadState::Running
@@ -139,13 +145,18 @@ impl World {
         }
     }
 
-    /// So many blocks, or all, are taken as good: they must hold this prompt's content, each at its place.
+    /// So many blocks are taken as good: they must hold this prompt's content, each at its place.
     pub(super) fn judge(&mut self, index: usize, id: &RequestId, request: &Request, blocks: usize) {
+        let block_tokens = u64::from(self.engines[index].shape.block_tokens);
+        let tokens = (blocks as u64).saturating_mul(block_tokens);
+        self.judge_tokens(index, id, request, u32::try_from(tokens).unwrap_or(u32::MAX));
+    }
+
+    fn judge_tokens(&mut self, index: usize, id: &RequestId, request: &Request, good: u32) {
         let engine = &self.engines[index];
         let (size, shape, tokens) = (engine.pool.size, engine.shape, self.prompt_len(request.prompt));
         let offered = shape.asked_of_producer(tokens);
-        let here =
-            (blocks as u64).saturating_mul(u64::from(shape.block_tokens)).min(u64::from(offered)) as u32;
+        let here = good.min(offered);
         for (rank, worker) in engine.workers.iter().enumerate() {
             let (first, heads) = shape.heads_of(rank);
             for layer in shape.layers_of(rank) {

@@ -84,7 +84,7 @@ impl Engine {
             lag: if draw.chance(400) { draw.between(5, 40) * MS } else { 0 },
             draining: false,
             // Of a layer with a window, or a state, a finished request leaves the end alone, which is no prefix.
-            caches: draw.chance(500) && shape.odd.is_none(),
+            caches: draw.chance(500) && shape.odd.is_none() && role == Role::Consumer,
             enters_early: draw.chance(700),
             recovery_limits: draw.chance(700).then(|| draw_config(draw)),
             recovery: None,

@@ -356,6 +356,7 @@ impl World {
                 Some(
                     Canary::OfferIgnored
                     | Canary::DigestIgnored
+                    | Canary::HistoryCounted
                     | Canary::SameLife
                     | Canary::IncarnationIgnored,
                 ),
@@ -370,6 +371,7 @@ impl World {
                 Some(
                     Canary::OfferIgnored
                     | Canary::DigestIgnored
+                    | Canary::HistoryCounted
                     | Canary::SameLife
                     | Canary::IncarnationIgnored,
                 ),

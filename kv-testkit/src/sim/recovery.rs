@@ -79,7 +79,7 @@ impl Recovering {
 
 /// Where an offer is to be had.
 fn peer_of(offer: &TransferParams) -> Option<PeerLocator> {
-    let TransferParams::RemotePrefill(remote) = offer else { return None };
+    let (TransferParams::RemotePrefill(remote) | TransferParams::Relay(remote)) = offer else { return None };
     Some(PeerLocator {
         engine: remote.engine.clone(),
         incarnation: remote.incarnation,
@@ -209,7 +209,7 @@ impl World {
         match resume(true, keep_tokens, total) {
             Resume::Anew => self.begin_anew(index, id, &request),
             Resume::With { cache_tokens, .. } => {
-                let blocks = (cache_tokens / BLOCK_TOKENS) as usize;
+                let blocks = (cache_tokens / self.engines[index].shape.block_tokens) as usize;
                 self.judge(index, id, &request, blocks);
                 self.enter(index, request.prompt, &request.blocks, 0..blocks, false);
                 self.run_on(index, id);
@@ -256,6 +256,8 @@ impl World {
         self.retried += 1;
         if let Some(record) = self.engines[index].requests.get_mut(id) {
             record.retries += 1;
+            // It arrived again, and a relay's lease is announced again.
+            record.announced_at = None;
             record.local_blocks = request.good;
         }
         self.order_load(index, id, now, (local_tokens, remote));
@@ -287,6 +289,7 @@ impl World {
             return;
         }
         record.stage = Stage::Loading;
+        record.covered = local_tokens + remote;
         let (prompt, blocks) = (record.prompt, record.blocks.clone());
         if early {
             let from = (local_tokens / BLOCK_TOKENS) as usize;

@@ -12,7 +12,7 @@ use super::faults::FaultKind;
 use super::invariants::Invariant;
 use super::pool::GARBAGE;
 use super::shape::BLOCK_TOKENS;
-use super::world::{Event, HEAL_AT, MS, Prompt, Time, World};
+use super::world::{Event, HEAL_AT, MS, Next, Prompt, Time, World};
 
 /// Added to a prompt's number if it was changed on its way: content that this world does not know.
 const CHANGED: usize = 5_000;
@@ -43,6 +43,8 @@ pub(super) struct Request {
     pub(super) good: u32,
     /// On D: how often a load of it was begun again.
     pub(super) retries: u32,
+    /// Tokens from the start that are here when its load has ended well.
+    pub(super) covered: u32,
     /// On P: tokens that will have been computed when it ends.
     computes: u32,
     /// On P: it goes on by a token before it ends, as an engine does that schedules ahead. A state cannot go back.
@@ -54,14 +56,23 @@ pub(super) struct Request {
 
 impl World {
     /// A prompt reaches a producer under a name.
-    pub(super) fn request_at_p(&mut self, index: usize, request: usize, name: usize) {
+    pub(super) fn request_at_p(
+        &mut self,
+        index: usize,
+        request: usize,
+        name: usize,
+        kept: Option<&Rc<Value>>,
+    ) {
         if let Some(until) = self.engines[index].waits(self.now) {
-            return self.at(until, Event::RequestAtP { engine: index, request, name });
+            let kept = kept.cloned();
+            return self.at(until, Event::RequestAtP { engine: index, request, name, kept });
         }
         self.tell(|| format!("prompt {request} reaches P {index} as r{name}"));
         self.prompts[request].sent = true;
         let Ok(id) = RequestId::new(format!("r{name}")) else { return };
-        self.arrive(index, request, &id, &json!({ "do_remote_decode": true }));
+        let mut params = kept.map_or_else(|| json!({}), |kept| Value::clone(kept));
+        params["do_remote_decode"] = json!(true);
+        self.arrive(index, request, &id, &params);
         if self.strikes(FaultKind::GoneBeforePrefill) {
             self.client_goes(index, &id, 0, "before it is scheduled");
         }
@@ -73,7 +84,7 @@ impl World {
             let request = self.dice.below(self.prompts.len() as u64) as usize;
             let wait = self.dice.between(0, 600) * MS;
             self.tell(|| format!("r{name} will come again, for prompt {request}"));
-            self.after(wait, Event::RequestAtP { engine: index, request, name });
+            self.after(wait, Event::RequestAtP { engine: index, request, name, kept: None });
         }
     }
 
@@ -142,6 +153,12 @@ impl World {
                 params["kv_connector"]["token_digest"] = json!(kv_proto::token_digest(&tokens[..count]));
             }
         }
+        if self.engines[index].role == Role::Producer && self.has(Canary::HistoryCounted) {
+            let count = params["kv_connector"]["tokens"].as_u64().unwrap_or(0) as usize;
+            if let Some(counted) = tokens.get(..count).filter(|_| count > 0) {
+                params["kv_connector"]["token_digest"] = json!(kv_proto::token_digest(counted));
+            }
+        }
         // Guards that a digest covers are taken out one at a time.
         let forgeable = !matches!(
             self.canary,
@@ -169,7 +186,7 @@ impl World {
         }
         match answer {
             Ok(task) => {
-                let prompt = if changed && task == Task::Consumer { prompt + CHANGED } else { prompt };
+                let prompt = if changed && task.loads() { prompt + CHANGED } else { prompt };
                 let request = Request {
                     prompt,
                     task,
@@ -179,6 +196,7 @@ impl World {
                     offer: parsed.map(Rc::new),
                     good: 0,
                     retries: 0,
+                    covered: 0,
                     computes: 0,
                     runs_ahead: false,
                     announced_at: None,
@@ -202,6 +220,13 @@ impl World {
             wait += self.dice.between(400, 1_500) * MS;
             self.tell(|| format!("the router keeps prompt {request} back"));
         }
+        let params = &if self.prompts[request].next.is_some() {
+            let mut params = Value::clone(params);
+            params["do_remote_decode"] = json!(true);
+            Rc::new(params)
+        } else {
+            params.clone()
+        };
         let at_d = |engine, copy| Event::RequestAtD { engine, request, params: params.clone(), copy };
         self.after(wait, at_d(engine, 0));
         let producers = self.engines.iter().filter(|e| e.role == Role::Producer).count();
@@ -232,7 +257,7 @@ impl World {
             let Prompt { producer, sent, .. } = self.prompts[request];
             if producer == index && sent && self.dice.chance(600) {
                 let wait = self.dice.between(1, 40) * MS;
-                self.after(wait, Event::RequestAtP { engine: index, request, name: request });
+                self.after(wait, Event::RequestAtP { engine: index, request, name: request, kept: None });
             }
         }
         let routed: Vec<_> = self.routed.iter().filter(|(of, ..)| *of == index).cloned().collect();
@@ -259,9 +284,9 @@ impl World {
             }
             return;
         };
-        let produces = request.task == Task::Producer;
+        let produces = self.engines[index].role == Role::Producer;
         if left == 0 {
-            if !produces || request.announced_at.is_some_and(|at| at <= self.now) {
+            if !request.task.hands_over() || request.announced_at.is_some_and(|at| at <= self.now) {
                 self.complete(index, id);
             }
             return;
@@ -320,11 +345,12 @@ impl World {
 
     fn admit(&mut self, index: usize, id: &RequestId, request: &Request) {
         let (shape, mut tokens) = (self.engines[index].shape, self.prompt_len(request.prompt));
-        let consumes = request.task == Task::Consumer;
+        let consumes = self.engines[index].role == Role::Consumer;
         if !consumes {
             tokens = shape.asked_of_producer(tokens);
         }
-        let needed = tokens.div_ceil(shape.block_tokens) as usize;
+        let held = self.kept_of(index, request).map_or(tokens, |kept| self.prompt_len(kept));
+        let needed = held.div_ceil(shape.block_tokens) as usize;
         let found = if consumes { self.cached_prefix(index, request.prompt) } else { Vec::new() };
         let Some(blocks) = self.engines[index].pool.take(&found, needed) else { return };
         // Now and then more of it was computed by requests outside the story, up to the whole.
@@ -357,9 +383,15 @@ impl World {
                 self.fill(index, *block, |_, _, _| GARBAGE);
             }
         }
-        if consumes {
+        if request.task.loads() {
             self.begin_here(index, id, found.len());
         }
+    }
+
+    /// What a consumer's request will hold when it has ended, if that is kept for a next turn.
+    fn kept_of(&self, index: usize, request: &Request) -> Option<usize> {
+        let relays = request.task == Task::Relay && self.engines[index].role == Role::Consumer;
+        self.prompts.get(request.prompt).filter(|_| relays)?.next.map(|next| next.kept)
     }
 
     /// A consumer's request has its blocks, the first of them from the cache.
@@ -384,15 +416,15 @@ impl World {
         self.order_load(index, id, now, (local_tokens, remote));
     }
 
-    /// The prompt that a block's content is first of.
+    /// The prompt that the content of a full block of a consumer is first of.
     pub(super) fn origin(&self, prompt: usize, position: usize) -> usize {
-        let known = self.prompts.get(prompt).and_then(|prompt| prompt.origin.get(position));
-        known.copied().unwrap_or(prompt)
+        self.origin_of_token(prompt, (position as u32 + 1) * BLOCK_TOKENS - 1)
     }
 
     /// The prompt that a token's content is first of.
     pub(super) fn origin_of_token(&self, prompt: usize, token: u32) -> usize {
-        self.origin(prompt, (token / BLOCK_TOKENS) as usize)
+        let known = self.prompts.get(prompt).and_then(|prompt| prompt.origin.get(token as usize));
+        known.copied().unwrap_or(prompt)
     }
 
     /// Blocks of a prompt that are full.
@@ -416,17 +448,31 @@ impl World {
     /// A request has run to its end.
     fn complete(&mut self, index: usize, id: &RequestId) {
         let Some(request) = self.engines[index].requests.remove(id) else { return };
-        if request.task == Task::Consumer {
+        if self.engines[index].role == Role::Consumer {
             self.compute_missing(index, &request);
             self.recovery_over(index, id);
+        }
+        let kept = self.kept_of(index, &request);
+        let mut sampled = Vec::new();
+        if let Some(kept) = kept {
+            let asked = self.prompt_len(request.prompt);
+            for position in (asked / BLOCK_TOKENS) as usize..request.blocks.len() {
+                self.fill_with(index, request.blocks[position], kept, position, None);
+            }
+            sampled = self.prompts[kept].tokens[asked as usize..].to_vec();
         }
         let pretends = self.has(Canary::HalfPromptHandedOver);
         let whole = self.engines[index].shape.asked_of_producer(self.prompt_len(request.prompt));
         let ahead = u32::from(request.runs_ahead && !self.has(Canary::StateRanAhead));
         let end = RequestEnd::Complete {
-            computed_tokens: if pretends { whole } else { request.computes + ahead },
+            computed_tokens: match kept {
+                // The last one that was sampled has no KV.
+                Some(kept) => self.prompt_len(kept) - 1,
+                None if pretends => whole,
+                None => request.computes + ahead,
+            },
             blocks: self.engines[index].lists(&request.blocks),
-            sampled: vec![],
+            sampled,
         };
         let engine = &mut self.engines[index];
         let Some(scheduler) = &mut engine.scheduler else { return };
@@ -441,6 +487,16 @@ impl World {
         }
         let params = Rc::new(TransferParams::RemotePrefill(Box::new(params)).to_json());
         let wait = self.dice.between(0, 6) * MS;
+        if self.engines[index].role == Role::Consumer {
+            let next = self.prompts.get(request.prompt).and_then(|prompt| prompt.next);
+            let Some(Next { turn, .. }) = next else { return };
+            if self.strikes(FaultKind::RouterLost) {
+                return self.tell(|| format!("the next turn of prompt {} never comes", request.prompt));
+            }
+            self.tell(|| format!("{id} is kept for prompt {turn}"));
+            let (engine, kept) = (self.prompts[turn].producer, Some(params));
+            return self.after(wait + 5 * MS, Event::RequestAtP { engine, request: turn, name: turn, kept });
+        }
         self.after(wait, Event::ParamsAtRouter { producer: index, request: request.prompt, params });
     }
 

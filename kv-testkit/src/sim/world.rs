@@ -51,7 +51,7 @@ impl fmt::Display for WorkerAt {
 /// Something that will happen.
 #[derive(Debug, Clone)]
 pub(super) enum Event {
-    RequestAtP { engine: usize, request: usize, name: usize },
+    RequestAtP { engine: usize, request: usize, name: usize, kept: Option<Rc<Value>> },
     RequestAtD { engine: usize, request: usize, params: Rc<Value>, copy: u32 },
     ParamsAtRouter { producer: usize, request: usize, params: Rc<Value> },
     Tick { engine: usize, life: u32 },
@@ -145,6 +145,8 @@ pub struct Outcome {
     pub refused: u64,
     /// Blocks that consumers took from their own prefix caches.
     pub cache_hits: u64,
+    /// Loads of producers that ended well: of answers that consumers kept.
+    pub read_back: u64,
     /// Events that happened.
     pub events: u64,
     /// The story, if it was asked for: times in milliseconds.
@@ -155,12 +157,23 @@ pub struct Outcome {
 #[derive(Debug, Clone)]
 pub(super) struct Prompt {
     pub(super) tokens: Vec<u32>,
-    /// The prompt that each block's content is first of: another one, as far as this one begins like it.
+    /// The prompt that each token's content is first of: another one, as far as this one begins like it.
     pub(super) origin: Vec<usize>,
     pub(super) producer: usize,
     pub(super) consumer: usize,
     /// It has reached its producer.
     pub(super) sent: bool,
+    /// What follows from it, where it is a turn of a conversation.
+    pub(super) next: Option<Next>,
+}
+
+/// The next turn of a conversation, as two further prompts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Next {
+    /// This turn's with what its consumer samples: never asked for, but kept.
+    pub(super) kept: usize,
+    /// What is asked next: the history, as the router has it, and new words.
+    pub(super) turn: usize,
 }
 
 impl Prompt {
@@ -174,10 +187,50 @@ impl Prompt {
         let blocks = draw.between(1, most as u64) as usize;
         let tokens = blocks * BLOCK_TOKENS as usize;
         self.tokens[..tokens].copy_from_slice(&other.tokens[..tokens]);
-        self.origin[..blocks].copy_from_slice(&other.origin[..blocks]);
+        self.origin[..tokens].copy_from_slice(&other.origin[..tokens]);
         if draw.chance(700) {
             self.consumer = other.consumer;
         }
+    }
+}
+
+/// A further prompt of a conversation: these tokens, which are as in another prompt before the first `same`.
+fn follow_up(prompts: &mut Vec<Prompt>, like: usize, tokens: Vec<u32>, same: usize) -> usize {
+    let number = prompts.len();
+    let mut origin = vec![number; tokens.len()];
+    origin[..same].copy_from_slice(&prompts[like].origin[..same]);
+    let next = Prompt { tokens, origin, next: None, sent: false, ..prompts[like].clone() };
+    prompts.push(next);
+    number
+}
+
+/// Some prompts are the first turns of conversations. Of a few of these the history is changed on its way.
+fn converse(prompts: &mut Vec<Prompt>, producers: u64, draw: &mut Dice) {
+    for first in 0..prompts.len() {
+        let sampled = draw.between(1, 5) as u32;
+        let said = draw.between(1, 4) as u32;
+        let (edit, at, producer) = (draw.below(8), draw.below(64) as usize, draw.below(producers) as usize);
+        let all = prompts[first].tokens.len() as u32 + sampled + said + 1;
+        if !draw.chance(600) || all > PROMPT_MAX_TOKENS {
+            continue;
+        }
+        let number = prompts.len() as u32;
+        let mut history = prompts[first].tokens.clone();
+        let asked = history.len();
+        history.extend((0..sampled).map(|i| 50_000 + number * 100 + i));
+        let kept = follow_up(prompts, first, history.clone(), asked);
+        let at = at % history.len();
+        match edit {
+            0 => history[at] += 9_000,
+            1 => history.insert(at, 90_000),
+            2 => drop(history.drain(at..=at)),
+            _ => {}
+        }
+        let same = prompts[kept].tokens.iter().zip(&history).take_while(|(kept, now)| kept == now).count();
+        history.extend((0..said).map(|i| 60_000 + number * 100 + i));
+        let turn = follow_up(prompts, kept, history, same);
+        prompts[turn].producer = producer;
+        prompts[first].next = Some(Next { kept, turn });
     }
 }
 
@@ -214,6 +267,7 @@ pub(super) struct World {
     pub(super) recovered: u64,
     pub(super) refused: u64,
     pub(super) cache_hits: u64,
+    pub(super) read_back: u64,
     trace: bool,
     story: Vec<(f64, String)>,
     seed: u64,
@@ -259,12 +313,17 @@ impl World {
                 producer: draw.below(producers as u64) as usize,
                 consumer: producers + draw.below(consumers as u64) as usize,
                 sent: false,
+                next: None,
             };
-            prompt.origin = vec![number; prompt.tokens.len().div_ceil(BLOCK_TOKENS as usize)];
+            prompt.origin = vec![number; prompt.tokens.len()];
             if draw.chance(500) {
                 prompt.begin_like(&prompts, &mut draw);
             }
             prompts.push(prompt);
+        }
+        // Of a window or a state what was kept is the end alone, which a changed history has no use for.
+        if of_d.odd.is_none() && draw.chance(500) {
+            converse(&mut prompts, producers as u64, &mut draw);
         }
         let reads_outlive_owner = draw.chance(400);
         // Without checksums a transport that corrupts is outside of the promise.
@@ -297,6 +356,7 @@ impl World {
             recovered: 0,
             refused: 0,
             cache_hits: 0,
+            read_back: 0,
             trace: settings.trace,
             story: Vec::new(),
             seed,
@@ -309,7 +369,7 @@ impl World {
             let at = draw.between(1, 2_500) * MS;
             if request < kept {
                 let engine = world.prompts[request].producer;
-                world.at(at, Event::RequestAtP { engine, request, name: request });
+                world.at(at, Event::RequestAtP { engine, request, name: request, kept: None });
             }
         }
         world.draw_disasters(&mut draw);
@@ -423,7 +483,9 @@ impl World {
 
     fn happen(&mut self, event: Event) {
         match event {
-            Event::RequestAtP { engine, request, name } => self.request_at_p(engine, request, name),
+            Event::RequestAtP { engine, request, name, kept } => {
+                self.request_at_p(engine, request, name, kept.as_ref());
+            }
             Event::RequestAtD { engine, request, params, copy } => {
                 self.request_at_d(engine, request, &params, copy)
             }
@@ -484,6 +546,7 @@ impl World {
             recovered: self.recovered,
             refused: self.refused,
             cache_hits: self.cache_hits,
+            read_back: self.read_back,
             events: self.events,
             story: self.story,
         }
