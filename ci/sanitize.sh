@@ -19,6 +19,9 @@ address() {
     # The tests end processes on purpose, which then leak.
     ASAN_OPTIONS=detect_leaks=0 RUSTFLAGS=-Zsanitizer=address \
         cargo +nightly test --locked --target "$target" --target-dir target/asan "${tests[@]}"
+    # Copies between a device and the host pool.
+    ASAN_OPTIONS=detect_leaks=0 RUSTFLAGS=-Zsanitizer=address \
+        cargo +nightly test --locked --target "$target" --target-dir target/asan -p kv-testkit --test staging
 }
 
 thread() {
